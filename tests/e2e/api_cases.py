@@ -1,4 +1,4 @@
-"""What the tests of LLM's calls share: one engine, short ways to ask it, and checkpoints changed in a field."""
+"""Shared parts of the tests of LLM's calls: one engine, short ways to call it, and checkpoints with changed fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one(llm: LLM, prompt: Any, params: SamplingParams) -> CompletionOutput:
 
 
 def copy_of(folder: Path, to: Path, **json_files: dict[str, Any]) -> Path:
-    """The checkpoint with some of its json files changed: name -> fields to set."""
+    """Copy the checkpoint `folder` to `to` and change some of its json files: name of a file -> fields to set."""
     shutil.copytree(folder, to, dirs_exist_ok=True)
     for name, fields in json_files.items():
         file = to / f"{name}.json"
@@ -39,7 +39,10 @@ def copy_of(folder: Path, to: Path, **json_files: dict[str, Any]) -> Path:
 
 
 def ending(llm: LLM, **fields: Any) -> CompletionOutput:
-    """Greedy: the text begins "bbb..." or whatever; what counts is where it ends."""
+    """Return the greedy output for "abc", unless `fields` say otherwise.
+
+    Tests look at where it ends, not at its text.
+    """
     return one(llm, "abc", SamplingParams(**{"temperature": 0.0, "max_tokens": 30, **fields}))
 
 

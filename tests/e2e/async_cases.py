@@ -1,4 +1,4 @@
-"""What the tests of many callers share: limits, what a reader sees, and a target that is held or hooked."""
+"""Shared parts of the tests of concurrent callers: limits, the outputs that a reader sees, and targets with hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 48, "num_kv_blo
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
 SHORT = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
 MEDIUM = SamplingParams(temperature=1.0, seed=6, max_tokens=100, ignore_eos=True)
-LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)  # to be aborted
+LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)  # for requests that are aborted
 POISON = 15
 
 
@@ -33,14 +33,14 @@ def llm(target: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def short(target: Path) -> RequestOutput:
-    """What SHORT gives for [1, 2, 3], alone."""
+    """The output of SHORT for the prompt [1, 2, 3], run alone."""
     with LLM(target) as llm:
         return llm.generate([1, 2, 3], SHORT)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One sample as its reader saw it, or as `generate` gives it."""
+    """One sample as its reader saw it, or as `generate` returns it."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -49,7 +49,7 @@ class Sample:
 
 
 def joined(deltas: Iterable[OutputDelta], n: int = 1) -> list[Sample]:
-    """The samples that the deltas make."""
+    """The samples that the deltas add up to."""
     samples = [Sample((), "", None, None)] * n
     for delta in deltas:
         so_far = samples[delta.index]
@@ -61,26 +61,29 @@ def joined(deltas: Iterable[OutputDelta], n: int = 1) -> list[Sample]:
 
 
 def offline(output: RequestOutput) -> list[Sample]:
-    """The samples of an output."""
+    """The samples of a finished output, as `generate` returns it."""
     return [Sample(tuple(o.token_ids), o.text, o.finish_reason, o.stop_reason) for o in output.outputs]
 
 
 def assert_part_of(part: Sample, whole: Sample) -> None:
-    """Its ids begin the whole's; its text is that of its ids, as far as it goes."""
+    """Check that `part` is a beginning of `whole`.
+
+    Its ids are the first ids of `whole`. Its text is a beginning of the text of its ids.
+    """
     assert part.token_ids == whole.token_ids[: len(part.token_ids)]
     assert "".join(PIECES[token] for token in part.token_ids if token != EOS).startswith(part.text)
 
 
 def assert_all_over(llm: LLM, **finished: int) -> None:
-    """Nothing is left in the engine, and the samples ended for these reasons."""
-    engine = llm.engine  # waits until nothing runs
+    """Check that nothing is left in the engine. finished: number of samples by finish reason."""
+    engine = llm.engine  # the property waits until no step runs
     assert not engine.has_work
     assert_all_blocks_free(llm)
     assert llm.get_metrics().finished == finished
 
 
 class Hooked:
-    """The target, with something done before every launch."""
+    """The target, with a hook that is called before every launch."""
 
     def __init__(self, inner: Executable, hook: Callable[[StepInputs], object]) -> None:
         self.inner = inner
@@ -97,7 +100,7 @@ def before_each_launch(llm: LLM, hook: Callable[[StepInputs], object]) -> None:
 
 
 class HeldLaunch:
-    """A hook: the first launch begins and does not go on until it is let go."""
+    """A hook that holds the first launch: it begins, and goes on only when `let_go` is set."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -109,7 +112,10 @@ class HeldLaunch:
 
 
 async def read(llm: LLM, case: Case, way: str, rng: random.Random, others: asyncio.Event) -> list[Sample]:
-    """What one reader sees. It leaves or aborts after a few deltas, if that is its way."""
+    """Return the samples that one reader sees.
+
+    way: how it reads. With "leave" and the three ways to abort, it stops after a few deltas.
+    """
     await asyncio.sleep(rng.random() / 20)
     generation = llm.generate_async(case.prompt, case.params)
     if way == "await":

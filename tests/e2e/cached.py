@@ -1,4 +1,4 @@
-"""A checkpoint whose engine two processes that start at once compile together, and copies of that cache."""
+"""A checkpoint whose engine two processes, started at once, compile together; and copies of their cache."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps({
 
 @dataclass
 class Started:
-    """What a process that started an engine says: its log on stderr, and in `said` the JSON of SCRIPT."""
+    """Output of a process that started an engine: its log on stderr, and in `said` the JSON of SCRIPT."""
 
     log: str
     said: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Started:
 def start(
     model: Path, cache: str | Path, options: dict[str, Any] | None = None, **variables: str
 ) -> subprocess.Popen[str]:
-    """A process that runs SCRIPT."""
+    """Start a process that runs SCRIPT."""
     environment = {**os.environ, "TRTSPEC_CACHE": str(cache), "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-c", SCRIPT, str(model), json.dumps(options or {})]
     pipe = subprocess.PIPE
@@ -58,7 +58,7 @@ def start(
 
 
 def ended(process: subprocess.Popen[str]) -> Started:
-    """Once it has ended well."""
+    """Wait for the process and return its output. AssertionError unless its exit status is 0."""
     out, log = process.communicate(timeout=300)
     assert process.returncode == 0, log
     return Started(log, json.loads(out.splitlines()[-1]))
@@ -66,7 +66,7 @@ def ended(process: subprocess.Popen[str]) -> Started:
 
 @dataclass(frozen=True)
 class Warm:
-    """A checkpoint, a cache that has its engine, and what was said by the processes that made it."""
+    """A checkpoint, a cache that has its engine, and the outputs of the two processes that compiled the engine."""
 
     model: Path
     folder: Path
@@ -78,7 +78,7 @@ class Warm:
         return kept.path.name
 
     def copied(self, folder: Path) -> Cache:
-        """The cache, to be changed."""
+        """Copy the cache to `folder`, so that a test may change it."""
         shutil.copytree(self.folder, folder)
         return Cache(folder, 10**9)
 
@@ -95,8 +95,11 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
 
 @pytest.fixture
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A disk of its own: with room for a few files and too few bytes for an engine, or of the size that is asked
-    for."""
+    """A disk of its own.
+
+    Its size is the fixture's parameter. Without one, the disk has room for a few files, but too few bytes for an
+    engine.
+    """
     disk, size = tmp_path / "disk", getattr(request, "param", "64k")
     disk.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(disk)]

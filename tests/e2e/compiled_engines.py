@@ -1,4 +1,4 @@
-"""Compiled engines of each mode, built when first asked for, and ways to damage their folders and inputs."""
+"""Compiled engines of each mode, built when first asked for, and functions that damage their folders and inputs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(mode, dtype) -> an engine folder, built when first asked for. "scheduled" is eagle3 with a schedule of draft
-    lengths."""
+    """(mode, dtype) -> an engine folder, built when first asked for.
+
+    The mode "scheduled" is eagle3 with a schedule of draft lengths.
+    """
 
     @functools.cache
     def build(mode: str, dtype: str) -> Path:
@@ -41,7 +43,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @pytest.fixture(scope="module")
 def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, str], list[Outcome]]:
-    """(backend, dtype) -> what plain decoding gives for each case, one at a time."""
+    """(backend, dtype) -> the outcomes of plain decoding for CASES, one case at a time."""
 
     @functools.cache
     def outcomes(backend: str, dtype: str) -> list[Outcome]:
@@ -55,7 +57,7 @@ def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, st
 
 
 def asked(mode: str) -> tuple[str, bool]:
-    """Mode of conformance.build, and whether it has its schedule."""
+    """Return the mode for conformance.build, and whether the engine has its schedule of draft lengths."""
     return ("eagle3", True) if mode == "scheduled" else (mode, False)
 
 

@@ -1,7 +1,7 @@
 """One conformance suite for all backends of engine folders.
 
-Every mode is run on the same requests, packed in a small cache and one at a time, and compared with plain decoding on
-the same backend and with eager: ids, text, reasons, and which drafts were accepted.
+It runs the same requests in every mode, packed in a small cache and one at a time. Ids, text, reasons and accepted
+drafts are compared with plain decoding on the same backend and with eager.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ from trtspec.models.weights import load_decoder
 
 K = 3
 CASES = draw_cases(60, seed=3)
-# 8 requests of up to 104 tokens in 40 blocks of 4, 8 * (K + 1) rows a step: preemption, chunks beside generations.
+# 8 requests of up to 104 tokens in 40 blocks of 4, and 8 * (K + 1) rows a step. So requests are preempted, and chunks
+# of prompts run together with generations.
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
 TIGHT = {"num_kv_blocks": 41}
 MODES = ("none", "ngram", "draft", "eagle3")
 
 
 def make_models(folder: Path) -> Path:
-    """target/, draft/ (target with noise), head/ (EAGLE3) and eagle/, untrained: right now and then with 16 ids."""
+    """Write target/, draft/ (target with noise), head/ (EAGLE3) and eagle/, all untrained, with 16 ids.
+
+    Each draft model guesses right now and then.
+    """
     target = make_target(folder, num_hidden_layers=3)
     add_tokenizer(target)
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -52,10 +56,10 @@ def make_models(folder: Path) -> Path:
     (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
     perturbed(target, noise=0.15)
     config = ModelConfig.from_folder(target)
-    torch.manual_seed(1)  # a seed with which every position is right now and then
+    torch.manual_seed(1)  # with this seed, every position is right now and then
     head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
     export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
-    make_eagle(folder, target, num_hidden_layers=2, fc_bias=True, seed=4)  # likewise
+    make_eagle(folder, target, num_hidden_layers=2, fc_bias=True, seed=4)  # likewise, with this seed
     return folder
 
 
@@ -72,7 +76,7 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
             "num_speculative_tokens": K,
             "one_engine": True,
         },
-        "eagle3": {**eagle3, "draft_len_schedule": {5: K, 7: 1}},  # more than 7 requests: 0
+        "eagle3": {**eagle3, "draft_len_schedule": {5: K, 7: 1}},  # more than 7 requests: no drafts
         "eagle3_beside": {**eagle3, "one_engine": False},
         "eagle": eagle,
         "eagle_beside": {**eagle, "one_engine": False},
@@ -85,7 +89,10 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
 
 
 def wishes(mode: str, models: Path, schedule: bool) -> dict[str, Any] | None:
-    """As `speculation`; without its schedule of draft lengths, unless asked for, eagle3 has graphs for one K alone."""
+    """The speculation of `mode`.
+
+    Unless `schedule`, eagle3 has no schedule of draft lengths: its graphs are for one K.
+    """
     found = speculation(mode, models)
     if found is not None and not schedule:
         found.pop("draft_len_schedule", None)
@@ -93,16 +100,18 @@ def wishes(mode: str, models: Path, schedule: bool) -> dict[str, Any] | None:
 
 
 def build(models: Path, output: Path, backend: str, mode: str, dtype: str, schedule: bool = False) -> Path:
-    """An engine folder."""
-    cache = TIGHT if BACKENDS[backend].profiles else {}  # its size is part of such an engine
+    """Build an engine folder and return it."""
+    cache = TIGHT if BACKENDS[backend].profiles else {}  # the size of the cache is part of such an engine
     config = EngineConfig(backend=backend, dtype=dtype, **LIMITS, **cache)
     build_engine(models / "target", output, read_speculative_config(wishes(mode, models, schedule)), config)
     return output
 
 
 def assert_as_planned(plan: BuildPlan, folder: Path) -> dict[str, dict[str, int]]:
-    """An engine folder holds the executables of the plan. Returns the bytes of each weight that was written, by
-    executable and name."""
+    """Check that an engine folder holds the executables of the plan.
+
+    Returns the bytes of each weight that was written, by executable and name.
+    """
     engine = EngineFolder.open(folder)
     assert engine is not None
     built, written = engine.data["executables"], {}
@@ -128,7 +137,10 @@ def packed(llm: LLM) -> Run:
 
 
 def assert_speculation_changes_nothing(llm: LLM, plain: list[Outcome], mode: str) -> None:
-    """Packed against plain and alone: other graphs, other rows, the same words; and drafts are right now and then."""
+    """Check packed runs against plain decoding of each case alone: other graphs and rows produce the same outcomes.
+
+    Drafts are right now and then at every position.
+    """
     run = packed(llm)
     assert run.outcomes == plain
     if mode != "none":
@@ -139,7 +151,10 @@ def assert_speculation_changes_nothing(llm: LLM, plain: list[Outcome], mode: str
 def assert_words_are_those_of_eager(
     engine: Path, models: Path, mode: str, plain: list[Outcome], schedule: bool = False
 ) -> None:
-    """In fp32: an engine and eager give the same ids, and accept the same drafts. plain: eager's, alone."""
+    """Check that an fp32 engine and eager return the same ids and accept the same drafts.
+
+    plain: eager's outcomes of plain decoding, each case alone.
+    """
     compiled = packed(LLM(engine, **TIGHT))
     eager = packed(LLM(models / "target", wishes(mode, models, schedule), **LIMITS, **TIGHT))
     assert compiled.outcomes == eager.outcomes == plain

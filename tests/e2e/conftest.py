@@ -14,7 +14,7 @@ from tests.e2e.tiny import add_tokenizer, make_target, perturbed
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama-shaped, 16 ids, with a tokenizer."""
+    """A target of Llama's architecture, with 16 ids and a tokenizer."""
     folder = make_target(tmp_path_factory.mktemp("e2e"))
     add_tokenizer(folder)
     return folder
@@ -22,5 +22,5 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def draft(target: Path) -> Path:
-    """The target with noise: agrees often, not always."""
+    """The target with noise in its weights: it agrees with the target often, but not always."""
     return perturbed(target, noise=0.15)

@@ -1,4 +1,4 @@
-"""What the demo generates, and how many drafts each step kept, on each instruction set of the CPU kernels.
+"""Ids that the demo generates, and the drafts each step kept, on each instruction set of the CPU kernels.
 
 python -m tests.e2e.demo_ids record             # writes demo_ids.json for all instruction sets of this machine
 python -m tests.e2e.demo_ids run BACKEND MODE   # prints the ids of one mode as JSON, under $TRTSPEC_CPU_ISA
@@ -20,7 +20,7 @@ MAX_TOKENS = 48
 
 
 def run(backend: str, modes: list[str]) -> dict[str, Any]:
-    """mode -> temperature -> {"ids": of each prompt, "outcomes": [drafts, kept, steps] of all}."""
+    """mode -> temperature -> {"ids": those of each prompt, "outcomes": [drafts, kept, steps] over all prompts}."""
     from rich.console import Console
 
     from examples.demo.__main__ import MODES, PROMPTS
@@ -50,7 +50,7 @@ def run(backend: str, modes: list[str]) -> dict[str, Any]:
 
 
 def run_under(isa: str, backend: str, modes: list[str]) -> dict[str, Any]:
-    """`run` in a process of its own, with the kernels of `isa`. RuntimeError with its output where it fails."""
+    """Call `run` in a process of its own, with the kernels of `isa`. RuntimeError with its output if it fails."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.demo_ids", "run", backend, *modes],
         cwd=FILE.parents[2],

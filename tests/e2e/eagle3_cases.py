@@ -1,4 +1,4 @@
-"""EAGLE3 inside a tiny target's graph: cases, what must come out of them, and launches that are watched or fail."""
+"""EAGLE3 inside a tiny target's graph: cases, their reference, and targets that check launches or fail."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)
 CASES = draw_cases(30, seed=27, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
-# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
+# Up to 84 tokens a request in 24 blocks of 4, so requests are preempted. At most 32 rows a step, so long prompts are
+# prefilled in chunks.
 TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
 
 
 @pytest.fixture(scope="module")
 def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random head for the target, of 11 of its 16 ids."""
+    """A random head for the target, with 11 of its 16 ids."""
     return make_eagle3(tmp_path_factory.mktemp("eagle3"), target, CAPTURE, DRAFT_IDS)
 
 
@@ -51,16 +52,16 @@ def make(target: Path, folder: Path) -> Make:
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What must come out of CASES, and what drafts must be made of."""
+    """The right outcomes of CASES, and the hidden states and drafts that go with them."""
 
     outcomes: list[Outcome]
     answers: list[list[int]]
-    told: dict[Place, Made]  # by a head that knows the answers and lies
-    own: dict[Place, Made]  # by the head itself
+    told: dict[Place, Made]  # drafts of a head that knows the answers and lies
+    own: dict[Place, Made]  # drafts of the head itself
 
 
 def plain(target: Path, cases: Sequence[Case], dtype: str = "float32") -> tuple[list[Outcome], list[list[int]]]:
-    """Outcomes of each case alone without speculation; prompts and outputs."""
+    """Run each case alone without speculation. Returns their outcomes, and each prompt with its output."""
     with LLM(target, dtype=dtype, enable_prefix_caching=False, **ROOMY) as llm:
         outcomes = run_alone(llm.engine, cases)
     return outcomes, [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
@@ -68,7 +69,7 @@ def plain(target: Path, cases: Sequence[Case], dtype: str = "float32") -> tuple[
 
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[str], Reference]:
-    """dtype -> reference of CASES; computed when first asked for."""
+    """dtype -> the reference of CASES, computed when first asked for."""
 
     def compute(dtype: str) -> Reference:
         outcomes, answers = plain(target, CASES, dtype)
@@ -89,7 +90,10 @@ def first_difference(got: Sequence[Outcome], want: Sequence[Outcome]) -> str | N
 
 
 def assert_lossless(llm: LLM, head: WatchedHead, expected: Reference, count: int = len(CASES)) -> Run:
-    """The first `count` cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
+    """Check the first `count` cases, run together.
+
+    It checks outputs, the hidden states of drafts, draft KV after each step, and that all blocks are free in the end.
+    """
     run, seen = run_watched(llm, CASES[:count])
     assert first_difference(run.outcomes, expected.outcomes[:count]) is None
     assert first_wrong_draft(head, seen, expected.own if head.answers is None else expected.told) is None
@@ -103,8 +107,10 @@ BASE = [1 + i * i % 14 for i in range(42)]
 
 
 class HandsOn:
-    """The target, checking that what a step hands on is what the engine then reads in: that is what lets the next step
-    start before the host has seen this one."""
+    """The target, with a check that the engine's next inputs are the outputs of the step before.
+
+    Because they are equal, the next step can start before the host has seen the outputs of this one.
+    """
 
     def __init__(self, inner: Executable) -> None:
         self.inner = inner
@@ -136,8 +142,10 @@ class HandsOn:
 
 
 class LaunchFails:
-    """The target, failing whenever a doomed request has reached its length: before it has run, or after it has written
-    KV."""
+    """The target, failing whenever a doomed request has reached its length.
+
+    doomed: request id -> that length. after: fail after the launch has written KV, rather than before it runs.
+    """
 
     def __init__(self, inner: Executable, doomed: dict[int, int], after: bool) -> None:
         self.inner = inner

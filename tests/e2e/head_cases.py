@@ -1,9 +1,11 @@
 """Draft heads for whole-engine tests: watched from inside, and made to guess right as often as a test wants.
 
-A random head is almost always wrong, which tests nothing of acceptance; and a guess that is made from wrong draft KV is
-still a guess, so outputs say nothing of draft KV. Hence two things: drafts told from the known right continuation, with
-lies, and a log of every hidden state that drafts were made from, to be compared bit for bit with those of an engine
-that did nothing clever.
+A random head is almost always wrong, so it does not test acceptance. And a guess made from wrong draft KV is still a
+guess, so outputs do not show whether draft KV is right. Hence two things:
+
+- Drafts can be taken from the known right continuation, with lies.
+- Every hidden state that drafts were made from is logged. Tests compare the log bit for bit with the log of an engine
+  without any optimisation.
 """
 
 from __future__ import annotations
@@ -32,20 +34,25 @@ from trtspec.models.attention import PagedAttend
 Place = tuple[int, int, int]
 """Request id, index of the first token its chain guesses, index of the token guessed."""
 Made = tuple[bytes, int]
-"""The hidden state behind a draft, and the draft."""
+"""The bytes of the hidden state that a draft was made from, and the draft."""
 
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
-# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
+# Up to 84 tokens a request in 24 blocks of 4, so requests are preempted. At most 32 rows a step, so long prompts are
+# prefilled in chunks.
 TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
 
 
 class WatchedHead(SpecWorker):
-    """A worker of any kind (see `watch`) that logs what it drafts, and from what. With `answers` (prompt and output of
-    each request) it says the right token, or, with probability `lie`, another: whether it lies depends on request and
-    place alone. Its layers run and write KV either way, and read what was said. What it drafts behind a chunk of a
-    prompt is not logged: nobody is given that. `cut`: chains of requests with fewer blocks than their masks have rows,
-    where blocks run short or a request ends; what these say depends on how many."""
+    """A worker of any kind (`watch` makes it) that logs its drafts and the hidden states they were made from.
+
+    With `answers` (prompt and output of each request) it drafts the right token, or, with probability `lie`, another
+    one. Whether it lies depends on request and position alone. Either way its layers run, write KV, and read the drafts
+    that it returned. Drafts made after a chunk of a prompt are not logged, because no request verifies them.
+
+    cut: chains of requests that have fewer blocks than their masks have rows, because blocks run short or a request
+    ends. Their drafts depend on the number of blocks.
+    """
 
     def __init__(self, inner: SpecWorker, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> None:
         super(torch.nn.Module, self).__init__()
@@ -97,7 +104,7 @@ class WatchedHead(SpecWorker):
 
 
 def step_of(llm: LLM) -> OneEngineStep | HeadStep:
-    """The step with draft layers that the engine launches, or its drafter."""
+    """The step with draft layers: that of the engine's target or of its drafter."""
     drafter = llm.engine.loop.proposer.drafter
     timed = drafter.head if isinstance(drafter, HeadDrafter) else llm.engine.loop.target
     assert isinstance(timed, TimedExecutable)
@@ -107,7 +114,7 @@ def step_of(llm: LLM) -> OneEngineStep | HeadStep:
 
 
 def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float = 0.3) -> WatchedHead:
-    """Puts a watched head in the place of the engine's worker."""
+    """Replace the engine's worker by a watched head, and return the head."""
     step = step_of(llm)
     assert isinstance(step.worker, SpecWorker)
     kind: Any = type("Watched", (WatchedHead, type(step.worker)), {})
@@ -117,8 +124,11 @@ def watch(llm: LLM, answers: Sequence[Sequence[int]] | None = None, lie: float =
 
 @dataclass
 class Watch:
-    """What an engine's requests were given to verify, and, after each step, whether their draft KV was complete, or the
-    states to make it of were kept: inside a prompt they are not."""
+    """The drafts that an engine's requests were given to verify, and the requests whose draft KV was incomplete.
+
+    It looks at draft KV after each step. Draft KV is complete if it covers all committed tokens, or if the engine kept
+    the hidden states to compute the rest from. The engine keeps none while a prompt is being prefilled.
+    """
 
     llm: LLM
     given: dict[Place, int] = field(default_factory=dict)
@@ -133,21 +143,23 @@ class Watch:
             if kv.draft_len != kv.committed and not waits:
                 self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))
             known = len(request.tokens)
-            assert not request.drafts or known + len(request.drafts) < request.length_limit  # none is of no use
+            assert not request.drafts or known + len(request.drafts) < request.length_limit  # no draft past the limit
             for j, draft in enumerate(request.drafts):
                 self.given[request.request_id, known, known + j] = draft
 
 
 def run_watched(llm: LLM, cases: Sequence[Case], seed: int = 0) -> tuple[Run, Watch]:
-    """run_together, and what Watch saw."""
+    """Call run_together, and return its run and what Watch saw."""
     seen = Watch(llm)
     return run_together(llm.engine, cases, seed, seen), seen
 
 
 def log_plainly(llm: LLM, head: WatchedHead, cases: Sequence[Case]) -> dict[Place, Made | None]:
-    """What the head drafts after every token of every case, when each prompt is read at once and no draft is ever used:
-    each row of draft KV is computed once, from tokens that were known. For an engine that has room for all cases. None:
-    a chain that was cut."""
+    """The head's drafts after every token of every case, for an engine that has room for all cases.
+
+    Each prompt is prefilled at once and no draft is ever used. So each row of draft KV is computed once, from known
+    tokens. None stands for a chain that was cut.
+    """
     requests = [request for case in cases for request in llm.engine.add_request(case.prompt, case.params)]
     for request in requests:
         request.speculates = False
@@ -159,17 +171,17 @@ def log_plainly(llm: LLM, head: WatchedHead, cases: Sequence[Case]) -> dict[Plac
 
 @dataclass(frozen=True)
 class Reference:
-    """What must come out of cases, and what drafts must be made of."""
+    """The right outcomes of `cases`, and the hidden states and drafts that go with them."""
 
     cases: list[Case]
-    outcomes: list[Outcome]  # of each case alone, without speculation
+    outcomes: list[Outcome]  # those of each case alone, without speculation
     answers: list[list[int]]  # prompts and outputs
-    told: dict[Place, Made | None]  # by a head that knows the answers and lies
-    own: dict[Place, Made | None]  # by the head itself
+    told: dict[Place, Made | None]  # drafts of a head that knows the answers and lies
+    own: dict[Place, Made | None]  # drafts of the head itself
 
 
 def refer(target: Path, plain: Callable[[], LLM], cases: list[Case], **options: Any) -> Reference:
-    """`plain` makes an engine for log_plainly, with `options`."""
+    """Compute the reference of `cases`, with `options` for both engines. plain: makes an engine for log_plainly."""
     with LLM(target, enable_prefix_caching=False, **ROOMY, **options) as llm:
         outcomes = run_alone(llm.engine, cases)
     answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
@@ -181,7 +193,10 @@ def refer(target: Path, plain: Callable[[], LLM], cases: list[Case], **options: 
 
 
 def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | None = None) -> Run:
-    """The cases together: outputs, what drafts are made of, draft KV after each step, the blocks."""
+    """Check the cases, run together.
+
+    It checks outputs, the hidden states of drafts, draft KV after each step, and that all blocks are free in the end.
+    """
     head = watch(llm, expected.answers if told else None)
     run, seen = run_watched(llm, cases or expected.cases)
     assert run.outcomes == expected.outcomes
@@ -193,8 +208,10 @@ def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | 
 
 
 def first_wrong_draft(head: WatchedHead, seen: Watch, expected: Mapping[Place, Made | None]) -> str | None:
-    """The first draft given to a request that was not made of the very bits it should be made of; None if there is no
-    such draft. Chains that were cut, here or there, are not compared."""
+    """Describe the first draft given to a request that is wrong, or was made of wrong bits. None if there is none.
+
+    Chains that were cut, here or in `expected`, are not compared.
+    """
     compared = 0
     for place, draft in seen.given.items():
         right = expected[place]
@@ -210,7 +227,7 @@ def first_wrong_draft(head: WatchedHead, seen: Watch, expected: Mapping[Place, M
 
 
 def _hides_rows(attn: AttnMetadata) -> list[bool]:
-    """Of each request: there are rows that see each other, but for those that no block has room for."""
+    """For each request: whether its mask hides rows from each other because no block has room for them."""
     if attn.tree_mask is None or not attn.tree_mask.numel():
         return [False] * attn.batch_size
     everything = (1 << (attn.tree_mask.shape[0] // attn.batch_size)) - 1
@@ -226,7 +243,7 @@ Make = Callable[..., LLM]
 
 
 def maker(target: Path, method: Mapping[str, Any]) -> Make:
-    """method: those fields of the speculation that stay."""
+    """Return a function that makes an LLM. method: fields of the speculation that stay the same."""
 
     def make(k: int, fields: Mapping[str, Any] | None = None, **options: Any) -> LLM:
         return LLM(target, {**method, "num_speculative_tokens": k, **(fields or {})}, **options)
@@ -235,14 +252,14 @@ def maker(target: Path, method: Mapping[str, Any]) -> Make:
 
 
 def inside(make: Make, **options: Any) -> LLM:
-    """With the head in the target's graph, for log_plainly."""
+    """Make an LLM with the head in the target's graph, for log_plainly."""
     return make(MOST_K, {"one_engine": True}, **PLAIN, **options)
 
 
 def chunks_of(llm: LLM, rows: int) -> Callable[[], int]:
-    """From now on each step reads exactly `rows` rows of prompts if that many wait, beside all generations' rows.
+    """From now on, run exactly `rows` rows of prompts in each step if that many wait, and all generation rows.
 
-    Returns what tells the most rows that one request read in one step.
+    Returns a function. It returns the most rows that one request prefilled in one step.
     """
     scheduler: Any = llm.engine.loop.scheduler
     schedule = scheduler.schedule

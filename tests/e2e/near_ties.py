@@ -1,7 +1,7 @@
 """Backends compared in half precision: the same ids, or a first difference that rounding can explain.
 
-Another backend may round a sum otherwise, and where two ids are almost equally good that decides. So at the first
-difference of an output both backends' ids are looked up in what one of them drew from: logits, filters and noise.
+Another backend may round a sum differently. That decides between two ids whose scores are almost equal. So at the first
+difference of an output, both ids are looked up in the logits, filters and noise that one backend sampled from.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from trtspec.engine.core import EngineCore
 from trtspec.ops import gumbel_noise, process_logits, spec_sample
 
 BF16_ULP = 2.0**-8
-"""Between bf16 numbers just below a power of two, relative to it; rounding is off by half of it at most."""
+"""Distance of bf16 numbers just below a power of two, relative to it. Rounding is off by at most half of it."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One row that an id was drawn from."""
+    """One row of logits that an id was sampled from, with its noise and filters."""
 
-    logits: Tensor  # [V] by temperature, -inf where banned
+    logits: Tensor  # [V] divided by the temperature, -inf where banned
     noise: Tensor  # [V]
-    top_k: int  # 0: off, as the next two
+    top_k: int  # 0: off, as in the next two
     top_p: float
     min_p: float
 
     def gap(self, other: int) -> float:
-        """How far logits must move for `other` to be drawn, in ulps of the largest: who is ahead of it falls behind it
-        or leaves the filters, and it does not."""
+        """Distance by which logits must move for `other` to be sampled, in ulps of the largest logit.
+
+        Every id that scores higher must fall below `other` or leave the filters, and `other` must stay within them.
+        """
         scores, inside = self.logits + self.noise, self.inside()
         ahead = (scores > scores[other]) & (inside >= 0)
         behind = torch.minimum(scores - scores[other], inside)[ahead]
@@ -44,8 +46,10 @@ class Draw:
         return needed / (BF16_ULP * float(self.logits[self.logits.isfinite()].abs().max()))
 
     def inside(self) -> Tensor:
-        """[V]: how far logits must move, one against another, for a filter to decide otherwise about an id; negative
-        for those that one removed."""
+        """[V]: distance by which logits must move against each other for a filter to change its decision on an id.
+
+        It is negative for ids that a filter removed.
+        """
         x, V = self.logits, self.logits.shape[0]
         distance = torch.where(x.isfinite(), float("inf"), float("-inf"))
         left = x
@@ -54,8 +58,8 @@ class Draw:
             distance = torch.minimum(distance, torch.where(x >= last, x - next_one, x - last))
             left = torch.where(x >= last, x, float("-inf"))
         if 0 < self.top_p < 1:
-            # An id stays if the mass m of those more likely is below p. Where the logits of these fall and all others
-            # rise, by d against each other, log(m / (1 - m)) falls by d.
+            # An id stays if the mass m of all more likely ids is below p. If their logits fall and all others rise, by
+            # d relative to each other, then log(m / (1 - m)) falls by d.
             weights = left.softmax(0).double()
             above = torch.stack([weights[x > value].sum() for value in x])
             bound = torch.tensor(self.top_p, dtype=torch.float64)
@@ -67,9 +71,9 @@ class Draw:
 
 @contextmanager
 def recorded_draws() -> Iterator[dict[int, Draw]]:
-    """What eager engines draw from meanwhile, by the position of the token drawn; one request at a time."""
+    """Record the rows that eager engines sample from, by position of the sampled token. For one request at a time."""
     draws: dict[int, Draw] = {}
-    before: list[tuple[Tensor, dict[str, Tensor]]] = []  # of the filters
+    before: list[tuple[Tensor, dict[str, Tensor]]] = []  # logits before the filters
 
     def process(logits: Tensor, positions: Tensor, **groups: Tensor) -> Tensor:
         off = {name: groups[name].new_empty(0) for name in ("top_ks", "top_ps", "min_ps")}
@@ -95,7 +99,10 @@ def recorded_draws() -> Iterator[dict[int, Draw]]:
 
 
 def first_gaps(eager: EngineCore, cases: list[Case], ours: list[Outcome], theirs: list[Outcome]) -> dict[int, float]:
-    """For each case whose `theirs` differs from `ours`, which `eager` gave: the gap at the first difference."""
+    """For each case whose `theirs` differs from `ours`: the gap at the first difference.
+
+    `ours` are eager's outcomes.
+    """
     gaps = {}
     for index, (case, our, their) in enumerate(zip(cases, ours, theirs, strict=True)):
         if our == their:
@@ -109,6 +116,6 @@ def first_gaps(eager: EngineCore, cases: list[Case], ours: list[Outcome], theirs
                 eager.step()
         assert request.output_ids == our.token_ids
         draw = draws[len(case.prompt) + at]
-        assert draw.gap(pairs[at][0]) < 0.01  # it was drawn; sums of probabilities are rounded otherwise here
+        assert draw.gap(pairs[at][0]) < 0.01  # sampled; sums of probabilities are rounded differently here
         gaps[index] = draw.gap(pairs[at][1])
     return gaps

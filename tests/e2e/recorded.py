@@ -1,4 +1,4 @@
-"""Steps of whole runs, recorded for tests of what a step is exported to: what went in, what came out, KV around it."""
+"""Recorded steps of whole runs, for tests of exported steps: inputs, outputs, and KV before and after."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from trtspec.models.weights import load_decoder
 
 K = 3
 DRAFT_IDS = torch.tensor([0, 1, 2, 4, 5, 6, 8, 9, 10, 12, 13, 15])
-# Which sampling tensors are in use is part of a graph, so all requests of a run use the same kinds.
+# The set of sampling tensors in use is part of a graph, so all requests of a run use the same kinds.
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, min_tokens=2)
 
 
 class Recorder:
-    """Runs an eager step and keeps what went in and came out, KV before and after included."""
+    """An eager step that keeps its inputs and outputs, and KV before and after."""
 
     def __init__(self, inner: EagerExecutable) -> None:
         self.inner = inner
@@ -39,7 +39,7 @@ class Recorder:
     def run(self, inputs: StepInputs) -> StepOutputs:
         before = copied(self.inner.kv)
         outputs = self.inner.run(inputs)
-        self.steps.append((deepcopy(inputs), before, outputs, copied(self.inner.kv)))  # their buffers are reused
+        self.steps.append((deepcopy(inputs), before, outputs, copied(self.inner.kv)))  # the inputs' buffers are reused
         return outputs
 
 
@@ -48,9 +48,9 @@ def copied(kv: object) -> list[KVLayer]:
 
 
 def record(make: Callable[..., LLM], name: str) -> Recorder:
-    """Steps of a whole run of 24 requests, "greedy" or "sampled", in which contexts, chunks and generations mix.
+    """Record the steps of a run of 24 requests, "greedy" or "sampled", that mixes contexts, chunks and generations.
 
-    make: from limits of an engine, one that makes K drafts inside the launch.
+    make: makes an LLM from limits of an engine; the LLM makes K drafts inside the launch.
     """
     params, rng = {"greedy": GREEDY, "sampled": SAMPLED}[name], random.Random(5)
     cases = [
@@ -58,7 +58,7 @@ def record(make: Callable[..., LLM], name: str) -> Recorder:
         for length in (*(rng.randint(6, 30) for _ in range(23)), 60)
     ]
     if params.min_tokens:
-        cases[-1] = replace(cases[-1], params=replace(cases[-1].params, min_tokens=50))  # the last ends alone
+        cases[-1] = replace(cases[-1], params=replace(cases[-1].params, min_tokens=50))  # the last one ends alone
     llm = make(max_batch_size=8, max_num_tokens=40)
     timed: Any = llm.engine.loop.target
     recorder = timed.inner = Recorder(timed.inner)
@@ -68,7 +68,7 @@ def record(make: Callable[..., LLM], name: str) -> Recorder:
 
 @pytest.fixture(scope="module")
 def recorders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorder]:
-    """Recorded runs of EAGLE3."""
+    """Recorded runs of EAGLE3, by name."""
     folder = tmp_path_factory.mktemp("export")
     target = make_target(folder, num_hidden_layers=3)
     add_tokenizer(target)
@@ -85,7 +85,7 @@ def is_uniform(inputs: StepInputs) -> bool:
 
 
 def cases_of(recorder: Recorder, uniform: bool) -> list[tuple[StepInputs, list[KVLayer], StepOutputs, list[KVLayer]]]:
-    """The recorded steps that verify and make K drafts."""
+    """The recorded steps that verify K drafts and make K drafts."""
     return [
         step
         for step in recorder.steps
@@ -95,7 +95,7 @@ def cases_of(recorder: Recorder, uniform: bool) -> list[tuple[StepInputs, list[K
 
 
 def exportable(inputs: StepInputs, uniform: bool) -> bool:
-    """Two or more of everything that stays open."""
+    """Whether the step has at least two of everything whose size stays open in the export."""
     return inputs.spec.num_generations > 1 and (uniform or inputs.spec.num_contexts > 1)
 
 
@@ -106,8 +106,10 @@ def assert_equal_kv(left: Sequence[KVLayer], right: Sequence[KVLayer]) -> None:
 
 
 def assert_graph_is_step(step: OneEngineStep, recorder: Recorder, uniform: bool, functional: bool) -> None:
-    """One export of one example; then every recorded batch of other sizes, bit for bit, KV included. step: the recorded
-    one, or what is functional of it."""
+    """Export the step once, from one example, and compare the graph with every recorded batch of other sizes.
+
+    Outputs and KV must be equal bit for bit. step: the recorded step, or its functional form.
+    """
     cases = cases_of(recorder, uniform)
     example = next(one for one in cases if exportable(one[0], uniform))
     program = export_step(step, example[0], copied(example[1]), uniform)
@@ -123,5 +125,5 @@ def assert_graph_is_step(step: OneEngineStep, recorder: Recorder, uniform: bool,
         if functional:
             assert_equal_kv(kv, before)
         sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
-    assert (0, 1) in sizes  # a request alone
+    assert (0, 1) in sizes  # one request alone
     assert len(sizes) >= (3 if uniform else 9)

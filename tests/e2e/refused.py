@@ -1,4 +1,4 @@
-"""Speculation that is refused: checkpoints that fit together, to be spoilt, and the ways to ask for an engine."""
+"""Speculation that is refused: checkpoints that fit together, for tests to spoil, and checks of the refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ K2 = {"num_speculative_tokens": 2}
 
 @dataclass
 class Folders:
-    """Checkpoints that fit together, and others made for the test in `tmp`."""
+    """Checkpoints that fit together. Tests write others into `tmp`."""
 
     target: Path
     draft: Path
@@ -34,14 +34,14 @@ class Folders:
     tmp: Path
 
     def copy(self, folder: Path, **fields: Any) -> Path:
-        """With other fields in config.json."""
+        """Copy a checkpoint and change these fields of its config.json."""
         copied = self.tmp / f"copy-of-{folder.name}"
         shutil.copytree(folder, copied)
         edit_config(copied, **fields)
         return copied
 
     def config_alone(self, **config: Any) -> Path:
-        """A folder whose config.json says this and nothing else."""
+        """Write a folder with nothing but a config.json of these fields."""
         folder = self.tmp / "config-alone"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(config))
@@ -96,7 +96,10 @@ def assert_refused(
     tmp: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By LLM, in these words; by `trtspec build` and its --dry_run in the same."""
+    """Check that LLM raises `error` with `words`, and that `trtspec build` prints the same message.
+
+    It runs `trtspec build` with and without --dry_run. Neither leaves an engine folder.
+    """
     with pytest.raises(TrtSpecError) as caught:
         LLM(target, spec)
     said = str(caught.value)
@@ -117,6 +120,6 @@ KINDS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")
 
 
 def head(folders: Folders, kind: str) -> Path:
-    """A good checkpoint to draft with, in the test's own folder."""
+    """Write a good checkpoint to draft with into the test's own folder."""
     make = {"eagle": folders.eagle, "eagle3": folders.eagle3, "medusa": folders.medusa, "mlp_speculator": folders.mlp}
     return Path(make[kind]()) if kind in make else folders.copy(folders.draft)

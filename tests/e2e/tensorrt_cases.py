@@ -18,7 +18,7 @@ from trtspec.methods.step import Step
 
 
 def written(step: Step, block_size: int, draft_len: int, uniform: bool = False) -> FakeNetwork:
-    """The network of a functional step, each layer's dtypes and shapes checked."""
+    """The network of a functional step. The dtypes and shapes of each layer are checked."""
     example = example_batch(draft_len, block_size, uniform)
     blocks, dtype = int(example.attn.block_tables.max()) + 1, step.like.dtype
     kv = [tuple(torch.zeros(blocks, block_size, h, d, dtype=dtype) for _ in "kv") for h, d, _ in step.kv_layers]

@@ -1,4 +1,4 @@
-"""How many tokens a step brings: never agreeing, forced, and a draft that is the target."""
+"""Number of tokens per step: with drafts that are never right, with forced acceptance, and with the target as draft."""
 
 from __future__ import annotations
 
@@ -47,12 +47,15 @@ def run_oracle(target: Path, answers: Sequence[Sequence[int]], lie: float, **opt
 
 
 def generation_steps(run: Run) -> list[tuple[int, int]]:
-    """(tokens, drafts offered) of every step of every request, but for those that read its prompt in."""
+    """(tokens, drafts offered) of every generation step of every request."""
     return [(len(e.tokens), e.draft_len) for step in run.steps for e in step if not e.is_context]
 
 
 def whole_steps(run: Run) -> list[int]:
-    """Tokens of the generation steps that offered all K drafts: fewer are offered only just before max_tokens."""
+    """Number of tokens of each generation step that offered all K drafts.
+
+    Only steps just before max_tokens offer fewer.
+    """
     whole = [tokens for tokens, drafts in generation_steps(run) if drafts == K]
     assert len(whole) >= len(generation_steps(run)) - len(CASES) * K
     return whole
@@ -78,7 +81,7 @@ def test_the_environment_forces_that_many_accepted_drafts(
 
 @pytest.mark.parametrize("forced", [0, 1, 2, 3, 7])
 def test_the_field_forces_that_many_accepted_drafts(target: Path, answers: list[list[int]], forced: int) -> None:
-    """0 too, whatever the drafts are: here they are always right."""
+    """Any number can be forced, 0 included, whatever the drafts are. Here they are always right."""
     run = run_oracle(target, answers, lie=0.0, force_num_accepted_tokens=forced)
     assert set(whole_steps(run)) == {min(forced + 1, K + 1)}
 
@@ -125,7 +128,7 @@ def test_zero_in_the_environment_is_not_warned_about(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_draft_that_is_the_target_is_always_right(target: Path, dtype: str) -> None:
-    """Greedy and sampled, with filters: draft and target draw with the same noise, so K + 1 tokens every step."""
+    """Draft and target sample with the same noise, greedy and with filters, so every step emits K + 1 tokens."""
     run_ = run(
         target, {"method": "draft_model", "model": str(target)}, dtype=dtype, max_num_tokens=40, max_batch_size=8
     )
@@ -133,7 +136,7 @@ def test_a_draft_that_is_the_target_is_always_right(target: Path, dtype: str) ->
 
 
 def test_an_arg_max_draft_of_the_target_itself_is_not_always_right_for_sampled_requests(target: Path) -> None:
-    """draft_sample_method="greedy" gives the coupling away; so the test above is not trivially true."""
+    """draft_sample_method="greedy" breaks the coupling of draft and target, so the test above is not trivially true."""
     run_ = run(target, {"method": "draft_model", "model": str(target), "draft_sample_method": "greedy"})
     sampled = [request.stats.acceptance_length for request in run_.requests if not request.sampling.greedy]
     assert max(sampled) < K + 1

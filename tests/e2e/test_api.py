@@ -1,4 +1,4 @@
-"""LLM as a caller sees it: prompts in all their forms, what comes back, how outputs end, and how LLM is shut down."""
+"""LLM as a caller sees it: all forms of prompts, outputs and their ends, and shutdown."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_chat_hands_options_to_the_template(chat_llm: LLM) -> None:
     assert output.prompt_token_ids == [1, 2]
 
 
-# -- what comes back -----------------------------------------------------------------------------------------------
+# -- outputs -------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_is_that_of_the_ids(llm: LLM) -> None:
@@ -85,13 +85,13 @@ def test_the_text_is_that_of_the_ids(llm: LLM) -> None:
 def test_acceptance_is_counted_per_request(llm: LLM) -> None:
     (output,) = llm.generate([[1, 2, 3, 4] * 4], GREEDY)
     accepted = sum(output.speculation.accepted)
-    assert output.steps + accepted == len(output.outputs[0].token_ids) - 1  # the first token comes with the prompt
+    assert output.steps + accepted == len(output.outputs[0].token_ids) - 1  # the prompt's step emits the first token
 
 
 def test_acceptance_length_is_of_steps_with_drafts_and_tokens_per_step_of_all(llm: LLM) -> None:
     (output,) = llm.generate([[1, 2, 3, 4] * 4], GREEDY)
     accepted, num_drafts = sum(output.speculation.accepted), output.speculation.num_drafts
-    assert 0 < num_drafts < output.steps  # the last step has none: one token is left
+    assert 0 < num_drafts < output.steps  # the last step has no drafts: one token is left
     assert output.acceptance_length == pytest.approx(1 + accepted / num_drafts)
     assert output.tokens_per_step == pytest.approx((len(output.outputs[0].token_ids) - 1) / output.steps)
     assert output.acceptance_length > output.tokens_per_step
@@ -205,7 +205,10 @@ def test_leaving_a_stream_early_frees_its_blocks(llm: LLM) -> None:
 
 
 def first_new(ids: list[int], at_least: int = 3) -> int:
-    """Index of the first token from `at_least` on that did not occur before, and is not the end of sequence."""
+    """Index of the first new token from `at_least` on that is not the end of sequence.
+
+    New: no token before is equal.
+    """
     return next(i for i, token in enumerate(ids) if i >= at_least and token not in ids[:i] and token != EOS)
 
 
@@ -249,7 +252,7 @@ def test_a_stop_string_is_the_reason_and_the_end_of_the_text(llm: LLM, greedy_id
 
 @pytest.fixture(scope="module")
 def eos_llm(target: Path, greedy_ids: list[int], tmp_path_factory: pytest.TempPathFactory) -> tuple[LLM, int]:
-    """An LLM whose generation_config.json names one more end of sequence, which greedy text meets; and where."""
+    """An LLM whose generation_config.json names one more end of sequence, and its index in the greedy output."""
     at = first_new(greedy_ids)
     folder = tmp_path_factory.mktemp("eos") / "model"
     return LLM(copy_of(target, folder, generation_config={"eos_token_id": [EOS, greedy_ids[at]]})), at
@@ -296,7 +299,7 @@ def test_without_detokenizing_there_are_ids_only(llm: LLM, greedy_ids: list[int]
 
 @pytest.fixture(scope="module")
 def opinionated(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that wants temperature 0.7 and top_k 1, which is as good as greedy."""
+    """A checkpoint that asks for temperature 0.7 and top_k 1, which amounts to greedy decoding."""
     folder = tmp_path_factory.mktemp("opinionated") / "model"
     return copy_of(target, folder, generation_config={"do_sample": True, "temperature": 0.7, "top_k": 1})
 
@@ -318,7 +321,7 @@ def test_set_fields_win_over_generation_config(opinionated: Path, llm: LLM) -> N
     assert one(LLM(opinionated), "abc", params).token_ids == one(llm, "abc", params).token_ids
 
 
-# -- life and death ------------------------------------------------------------------------------------------------
+# -- shutdown ------------------------------------------------------------------------------------------------------
 
 
 def test_after_shutdown_calls_say_so(target: Path) -> None:

@@ -1,6 +1,6 @@
-"""What LLM refuses: text without a tokenizer, bad requests, bad speculation and bad options.
+"""Requests, speculation, options and text without a tokenizer that LLM refuses.
 
-Each error helps, and leaves LLM working.
+Each error says what to do, and leaves LLM working.
 """
 
 from __future__ import annotations

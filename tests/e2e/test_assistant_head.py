@@ -1,4 +1,7 @@
-"""The head that is shipped for SmolLM2: what other engines need of it. How much it guesses is benchmarks/real.py's."""
+"""The EAGLE3 head that is shipped for SmolLM2 has what other engines need.
+
+benchmarks/real.py measures how well it guesses.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ HEAD = Path(__file__).parents[2] / "examples" / "smollm2" / "eagle3"
 
 
 def test_other_engines_can_load_it() -> None:
-    """llama.cpp's converter takes these three layers whatever a config says, and counts the layer that is entered."""
+    """The head has the layers, names and dtypes that other engines expect.
+
+    llama.cpp's converter always takes these three layers, whatever a config says. It counts a layer by its input.
+    """
     config = json.loads((HEAD / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [2, 30 // 2, 30 - 3]

@@ -1,6 +1,6 @@
 """Many callers at once: event loops, threads, slow readers, and requests that do not wait for each other.
 
-What each gets is compared with what plain decoding gives for its prompt offline.
+Each output is compared with the output of plain offline decoding for the same prompt.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ WAYS = ("read", "read slowly", "read late", "await", "leave", "abort", "abort by
 
 
 def some_cases(seed: int) -> list[Case]:
-    """Every third case with two samples or three; half of all stop at a string or an id."""
+    """Return NUM_READERS cases. Two of three have two or three samples; about half stop at a string or an id."""
     cases = draw_cases(NUM_READERS, seed=seed, most_prompt=60)
     return [
         Case(case.prompt, dataclasses.replace(case.params, n=1 + i % 3)) if i % 3 else case
@@ -122,7 +122,7 @@ def test_all_ways_to_read_one_generation_agree(llm: LLM, short: RequestOutput) -
     assert list(generation) == deltas
 
 
-# -- nobody waits for anybody --------------------------------------------------------------------------------------
+# -- callers that do not wait for each other -----------------------------------------------------------------------
 
 
 def test_who_never_reads_does_not_stall_others(llm: LLM, short: RequestOutput) -> None:
@@ -142,7 +142,7 @@ def test_a_loop_that_is_stuck_does_not_stall_others(llm: LLM, short: RequestOutp
             deltas.append(delta)
             if not stuck.is_set():
                 stuck.set()
-                assert free.wait(30)  # and the whole loop with it
+                assert free.wait(30)  # the whole event loop waits, too
         return joined(deltas)
 
     with ThreadPoolExecutor(1) as pool:
@@ -170,7 +170,7 @@ def test_callers_do_not_wait_for_the_step_in_flight(llm: LLM) -> None:
 
 
 def test_a_long_prompt_does_not_stall_who_generates(llm: LLM) -> None:
-    """400 tokens take 10 steps to be read in, and the others go on in each of them."""
+    """Other requests get tokens in each of the 10 steps that the prefill of 400 tokens takes."""
     generation = iter(llm.generate_async([1, 2, 3], LONG))
     next(generation)
     late = llm.generate_async([4] * 400, SHORT)

@@ -1,6 +1,6 @@
 """Endings among many callers: readers that leave or abort, Ctrl-C, failed launches, a broken engine, and shutdown.
 
-What each got until then is compared with what plain decoding gives for its prompt offline.
+Each output until then is compared with the output of plain offline decoding for the same prompt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_abort_from_another_thread(llm: LLM, n: int) -> None:
 
 
 def test_abort_by_id_after_the_first_sample_has_ended(llm: LLM) -> None:
-    """The request's id is that of its first sample."""
+    """The request's id aborts its other sample, although it is also the id of its first sample, which has ended."""
     text = llm.generate([1, 2, 3], MEDIUM)[0].outputs[0].text
     params = dataclasses.replace(LONG, n=2, stop=text[:10])  # the other sample has another text
     generation = llm.generate_async([1, 2, 3], params)
@@ -65,7 +65,7 @@ def test_abort_by_id_after_the_first_sample_has_ended(llm: LLM) -> None:
 
 
 def test_abort_hands_out_what_was_held_back(llm: LLM) -> None:
-    """Everything is held back, because it may be the beginning of the stop string."""
+    """An abort returns the text that was held back. All of it was, as it may be the beginning of the stop string."""
     before_each_launch(llm, lambda inputs: time.sleep(0.02))
     (output,) = llm.generate([1, 2, 3], dataclasses.replace(LONG, max_tokens=30))
     text = output.outputs[0].text
@@ -113,7 +113,7 @@ async def leave_by_timeout(llm: LLM) -> None:
 def test_a_loop_that_is_left_aborts_its_request(llm: LLM, leave: Callable[[LLM], Any]) -> None:
     async def leaves_and_lives() -> None:
         await leave(llm)
-        while llm.get_metrics().finished != {"abort": 1}:  # the loop goes on: not only its end aborts
+        while llm.get_metrics().finished != {"abort": 1}:  # the loop goes on, so not only the end of the loop aborts
             await asyncio.sleep(0.01)
 
     asyncio.run(asyncio.wait_for(leaves_and_lives(), 30))
@@ -137,7 +137,7 @@ def test_abort_of_an_unknown_or_finished_request_is_ignored(llm: LLM) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt, also where the tests were started with SIGINT ignored (in the background)."""
+    """Let Ctrl-C raise KeyboardInterrupt, even if the tests were started with SIGINT ignored (in the background)."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -161,7 +161,7 @@ def test_ctrl_c_in_generate_aborts_its_requests_and_no_others(llm: LLM) -> None:
     assert_all_over(llm, length=1, abort=3)
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_launch_that_fails_for_one_request_fails_it_alone(llm: LLM, short: Req
             raise RuntimeError("poisoned row")
 
     before_each_launch(llm, poisoned)
-    params = dataclasses.replace(SHORT, min_tokens=12, stop_token_ids=[POISON])  # never drawn
+    params = dataclasses.replace(SHORT, min_tokens=12, stop_token_ids=[POISON])  # never sampled
     victim = llm.generate_async([1, POISON, 3], params)
     others = [llm.generate_async([1, 2, 3], params) for _ in range(3)]
     last = list(victim)[-1]
@@ -196,7 +196,10 @@ def test_a_launch_that_fails_for_one_request_fails_it_alone(llm: LLM, short: Req
 
 
 def breaks_after(llm: LLM, steps: int) -> threading.Event:
-    """step() itself raises, which is a bug of the engine. No step begins before the event is set."""
+    """Let step() itself raise after `steps` steps, as a bug of the engine would.
+
+    No step begins before the event is set.
+    """
     engine, step, left, may_begin = llm.engine, llm.engine.step, iter(range(steps)), threading.Event()
 
     def broken() -> Any:
@@ -282,7 +285,7 @@ def test_after_shutdown_calls_say_so(llm: LLM, call: Callable[[LLM], Any]) -> No
         call(llm)
 
 
-# -- the end -------------------------------------------------------------------------------------------------------
+# -- the end of an LLM and of the interpreter ----------------------------------------------------------------------
 
 
 def test_an_llm_that_nobody_holds_finishes_what_it_began_and_is_freed(target: Path, short: RequestOutput) -> None:

@@ -1,4 +1,7 @@
-"""Modes on backends: what a row lists was run here or in the backend's own tests, all others are refused by name."""
+"""Modes on backends: tests run every mode that a backend lists, here or in its own tests.
+
+Others are refused by name.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,17 @@ TENSORRT = [mode for mode in RECIPES if BACKENDS["tensorrt"].lists(mode)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Of the contract, with fewer requests."""
+    """The contract's models, with fewer requests."""
     models = Models(tmp_path_factory.mktemp("cells"))
     models.cases = models.cases[:40]
     return models
 
 
 def assert_right(models: Models, llm: LLM, mode: M, k: int) -> None:
-    """In a cache too small for all, with drafts right now and then and wrong now and then: what eager decoding says."""
+    """Check that outcomes are those of eager plain decoding.
+
+    The cache is too small for all requests. At every position, drafts are right now and then, and wrong now and then.
+    """
     run = run_together(llm.engine, models.cases)
     assert llm.engine.loop.input_builder.mode is mode
     assert run.outcomes == models.plain(RECIPES[mode].target, "eager")
@@ -56,7 +62,7 @@ def assert_right(models: Models, llm: LLM, mode: M, k: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
 @pytest.mark.parametrize("mode", CUDA, ids=lambda mode: mode.name)
 def test_a_gpu_s_ids_are_those_of_eager_decoding(models: Models, work: HostQueue, mode: M) -> None:
-    """On the stand-in for a GPU."""
+    """On the stand-in for a GPU, every listed mode returns the ids of eager decoding."""
     with models.open(mode, K, "cuda", RECIPES[mode].target, debug=True, **TIGHT) as llm:
         assert_right(models, llm, mode, K)
 
@@ -65,7 +71,10 @@ def test_a_gpu_s_ids_are_those_of_eager_decoding(models: Models, work: HostQueue
 @pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
 @pytest.mark.parametrize("mode", TENSORRT, ids=lambda mode: mode.name)
 def test_a_plan_s_ids_are_those_of_eager_decoding(models: Models, trt: TensorRT, mode: M, tmp_path: Path) -> None:
-    """On the stand-in for TensorRT; modules that keep states in the cache are refused."""
+    """On the stand-in for TensorRT, every listed mode returns the ids of eager decoding.
+
+    MTP runs with one module, because modules that keep states in the cache are refused.
+    """
     k = 1 if mode is M.MTP else K
     recipe = RECIPES[mode]
     asked, config = recipe.speculation(models, k), EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
@@ -92,11 +101,11 @@ def test_a_plan_saves_the_states_of_eager_decoding(models: Models, trt: TensorRT
         torch.testing.assert_close(saved["tensorrt"][name], tensor)
 
 
-# -- what is not listed --------------------------------------------------------------------------------------------
+# -- modes that are not listed -------------------------------------------------------------------------------------
 
 
 def refused(row: Backend, mode: M) -> str | None:
-    """Why, with one draft."""
+    """Return the message with which a backend refuses a mode with one draft. None if it runs the mode."""
     try:
         row.check_mode(mode, 1)
     except UnsupportedError as error:
@@ -107,7 +116,10 @@ def refused(row: Backend, mode: M) -> str | None:
 @pytest.mark.parametrize("mode", M, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.name)
 def test_a_mode_that_no_test_has_run_is_refused_by_name(row: Backend, mode: M) -> None:
-    """Drafters of the host run beside any graph."""
+    """A backend refuses the modes it does not list, and its message names mode and backend.
+
+    It lists all modes that do not shape graphs: their drafters run on the host, next to any graph.
+    """
     words = refused(row, mode)
     assert (words is None) == (row.lists(mode) and not (row.causal and mode.drafts_in_blocks()))
     assert words is None or f"mode={mode.name} on backend {row.name}" in words
@@ -128,14 +140,17 @@ def test_a_mode_that_is_not_listed_is_not_built(models: Models) -> None:
 
 
 def shown() -> Mapping[str, str]:
-    """README's table: backend -> its modes, as far as these are names."""
+    """README's table: backend -> the cell of its modes."""
     lines = (line.split("|") for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| `"))
     return {cells[1].strip(" `"): cells[3] for cells in lines if cells[1].strip(" `") in BACKENDS and len(cells) == 6}
 
 
 @pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.name)
 def test_readme_shows_what_the_row_lists(row: Backend) -> None:
-    """All modes but those named before the first semicolon; the rest of a cell says in what dtypes."""
+    """A cell's part before the first semicolon names the modes that the backend refuses.
+
+    The rest says in what dtypes.
+    """
     cell = shown()[row.name].partition(";")[0]
     assert cell.strip().startswith("all below")
     assert set(re.findall(r"[A-Z][A-Z0-9_]{2,}", cell)) == {mode.name for mode in M if refused(row, mode)}

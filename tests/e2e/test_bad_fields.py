@@ -1,4 +1,4 @@
-"""Fields of a speculative_config that are wrong whatever the checkpoint, and what is no speculative_config."""
+"""Fields of a speculative_config that are wrong whatever the checkpoint, and objects that are no speculative_config."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FIELDS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_wrong_field(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """SpeculativeConfig says so itself, and so does all that is given one."""
+    """SpeculativeConfig refuses a wrong field. LLM and `trtspec build` repeat its message."""
     fields, words = FIELDS[name]
     with pytest.raises(ConfigError) as caught:
         SpeculativeConfig(**fields)

@@ -1,4 +1,4 @@
-"""Folders that are no checkpoint, or a damaged one: whoever is given one says which, in one line, and what to do."""
+"""Folders that are no checkpoint, or a damaged one. The error names the folder and the remedy, in one line."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def test_damaged_mtp_layers(folders: Folders, tmp_path: Path, capsys: pytest.Cap
     edit_tensors(folder, lambda tensors: kept.update(tensors))
     damage(folder)
     own = {name: tensor for name, tensor in kept.items() if "mtp_layers" not in name}
-    edit_tensors(folder, lambda tensors: tensors.update(own))  # only the modules' tensors are of another dtype
+    edit_tensors(folder, lambda tensors: tensors.update(own))  # only the modules' tensors have another dtype
     assert_refused(folder, {"method": "mtp"}, error, (*words, "MTP weights in"), tmp_path, capsys)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_floats_of_another_width_are_no_mistake(folders: Folders, kind: str, dtype: torch.dtype) -> None:
-    """Whatever config.json says of them: they are converted."""
+    """Checkpoints in floats of another width are converted, whatever config.json says of their dtype."""
     folder = head(folders, kind)
     edit_tensors(folder, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
     LLM(folders.target, {"method": kind, "model": str(folder), "num_speculative_tokens": 2}).shutdown()

@@ -1,4 +1,4 @@
-"""Modes that a target or a backend cannot run, and the same on a target that can."""
+"""Modes that a target or a backend cannot run, and the same modes on a target that can."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
 
-# -- what a target that is not dense cannot run ------------------------------------------------------------------------
+# -- modes on a target that is not dense -------------------------------------------------------------------------------
 
 MODES = [mode for mode in M if mode is not M.NONE]
 
 
 def asked_for(mode: M, folders: Folders) -> dict[str, Any]:
-    """A speculative_config that is right for `folders.target`."""
+    """A speculative_config of this mode that is right for `folders.target`."""
     words, K = words_for(mode), {"num_speculative_tokens": 2}
     models: dict[M, Callable[[], dict[str, Any]]] = {
         M.USER_PROVIDED: lambda: {"drafter": "examples.custom_drafter:SuccessorDrafter", **K},
@@ -50,7 +50,7 @@ def asked_for(mode: M, folders: Folders) -> dict[str, Any]:
 def test_a_target_that_is_not_dense(
     folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M
 ) -> None:
-    """Every mode. The speculation itself is right."""
+    """Every mode is refused on a target that is not dense, although the speculation itself is right."""
     spec = asked_for(mode, folders)
     experts = folders.copy(folders.target, architectures=["MixtralForCausalLM"], model_type="mixtral")
     words = ("architecture 'MixtralForCausalLM'", str(experts), "supported: LlamaForCausalLM, MistralForCausalLM")
@@ -59,12 +59,12 @@ def test_a_target_that_is_not_dense(
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.traits.method != "mtp"], ids=lambda mode: mode.name)
 def test_the_same_on_a_dense_target_is_planned(folders: Folders, mode: M) -> None:
-    """So it was the target that was refused above."""
+    """The same speculation is planned on a dense target, so the test above refuses the target and nothing else."""
     spec = read_speculative_config(asked_for(mode, folders))
-    assert plan_build(folders.target, spec, EngineConfig()).mode in (mode.name, "NGRAM")  # AUTO chooses that
+    assert plan_build(folders.target, spec, EngineConfig()).mode in (mode.name, "NGRAM")  # AUTO chooses NGRAM
 
 
-# -- what a backend cannot do ------------------------------------------------------------------------------------------
+# -- modes that a backend cannot run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_the_same_on_a_dense_target_is_planned(folders: Folders, mode: M) -> Non
 def test_a_mode_that_a_backend_cannot_run(
     folders: Folders, tmp_path: Path, capsys: pytest.CaptureFixture[str], mode: M, backend: str
 ) -> None:
-    """The build says so as --dry_run does, before it loads anything."""
+    """`trtspec build --dry_run` refuses the mode, as the build does before it loads anything."""
     spec: dict[str, Any] = asked_for(mode, folders)
     target = folders.mimos[2] if mode is M.MTP else folders.target
     remedy = "num_speculative_tokens=1" if mode is M.MTP else "use another backend"

@@ -1,7 +1,7 @@
-"""Checkpoints and speculation that do not fit together: LLM, `trtspec build` and its --dry_run say the same, in one
-line that names what is wrong and what to do.
+"""Checkpoints and speculation that do not fit together.
 
-What single loaders say of single tensors is tests/models'; here are the mistakes, each by name.
+LLM, `trtspec build` and its --dry_run print the same single line, which names the mistake and the remedy. tests/models
+tests the errors that single loaders raise for single tensors; this file lists the mistakes, each by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trtspec.errors import CheckpointError, ConfigError, TrtSpecError, Unsupport
 from trtspec.modes import SpeculativeDecodingMode as M
 from trtspec.modes import words_for
 
-# -- unsupported mode x architecture ---------------------------------------------------------------------------------
+# -- modes that an architecture does not support ---------------------------------------------------------------------
 
 ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     **{
@@ -108,12 +108,12 @@ ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
 
 
 def mtp(modules: int, **fields: Any) -> Wrong:
-    """MTP as a target of so many modules offers it, with other fields of config.json."""
+    """MTP on a target with `modules` MTP modules, after `fields` of its config.json were changed."""
     return lambda f: (f.copy(f.mimos[modules], **fields), {"method": "mtp"})
 
 
 def without(*prefixes: str) -> Callable[[Path], str]:
-    """The folder, once tensors whose names begin so are gone from it."""
+    """Return a function that removes tensors from a folder and returns it. prefixes: beginnings of their names."""
 
     def drop(tensors: dict[str, Tensor]) -> None:
         for name in [name for name in tensors if name.startswith(prefixes)]:
@@ -225,7 +225,7 @@ NUMBERS: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
 
 
 def alien(folders: Folders) -> str:
-    """A draft with a tokenizer none of whose tokens the target has."""
+    """A draft with a tokenizer that shares no token with the target's."""
     copied = folders.copy(folders.large)
     tokenizer = json.loads((copied / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"] = {f"zz{token}": token for token in range(24)}

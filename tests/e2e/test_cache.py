@@ -1,5 +1,7 @@
-"""Checkpoints that start from the engines that a cache keeps: what is compiled when, and what is said where it
-cannot be."""
+"""Checkpoints that start from the engines that a cache keeps.
+
+The tests show what is compiled and when, and which message says that it cannot be.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ def eager_ids(model: Path, **options: Any) -> list[int]:
 
 
 def copying(monkeypatch: pytest.MonkeyPatch, engine: Path, before: Callable[[], object] = lambda: None) -> list[Path]:
-    """Let a finished engine be what compiling gives; returns the list of folders that were made so."""
+    """Let "compiling" copy a finished engine. Returns the list of folders that were made so.
+
+    before: called before each copy.
+    """
     made: list[Path] = []
 
     def build(checkpoint: Path, output: Path, *rest: Any, **options: Any) -> None:
@@ -122,11 +127,11 @@ def test_what_graphs_depend_on_is_another_engine(
     assert len(cache.kept()) == 2
 
 
-# -- what a checkpoint says -------------------------------------------------------------------------------------------
+# -- changes of a checkpoint ------------------------------------------------------------------------------------------
 
 
 def rewritten(file: Path) -> None:
-    """One byte of the last tensor, in place, with the times that it had."""
+    """Change one byte of the last tensor, in place, and restore the file's times."""
     before = file.stat()
     with file.open("r+b") as weights:
         weights.seek(-1, os.SEEK_END)
@@ -155,7 +160,7 @@ def test_a_changed_checkpoint_is_compiled_anew(
     model = shutil.copytree(warm.model, tmp_path / "model")
     made = copying(monkeypatch, warm.folder / warm.key)
     LLM(model, **LIMITS).shutdown()
-    assert not made  # the same bytes elsewhere
+    assert not made  # the same bytes in another folder
     change(model)
     LLM(model, **LIMITS).shutdown()
     assert len(made) == 1
@@ -247,13 +252,13 @@ def test_a_killed_build_leaves_what_the_next_one_removes(warm: Warm, tmp_path: P
     assert left[0].is_dir()
     cache = Cache(folder, 10**9)
     assert cache.kept() == []
-    for key in (warm.key, "0" * 24):  # its own is free again, too
+    for key in (warm.key, "0" * 24):  # the key of the killed build is free again, too
         cache.get(key, {}, lambda output: shutil.copytree(warm.folder / warm.key, output)).release()
         assert not [*folder.glob("building-*")]
     assert len(cache.kept()) == 2
 
 
-# -- whose it is ------------------------------------------------------------------------------------------------------
+# -- owners and permissions -------------------------------------------------------------------------------------------
 
 
 def foreign(folder: Path) -> None:

@@ -68,7 +68,7 @@ def test_hidden_states_go_where_each_start_says(tmp_path: Path, built: list[Path
 
 
 class _Filling(logging.Handler):
-    """Fills the disk of `folder` when weights are about to be written."""
+    """A log handler that fills the disk of `folder` when weights are about to be written."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""`trtspec chat` in a pseudo-terminal: turns, an answer that is stopped, another size of the window, bad models."""
+"""`trtspec chat` in a pseudo-terminal: turns, a stopped answer, a window that changes its size, bad models."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 def _take_terminal() -> None:
-    """As a shell does it: Ctrl-C ends the program, also where the tests were started with SIGINT ignored."""
+    """Take the terminal, as a shell does it.
+
+    Ctrl-C ends the program, even if the tests were started with SIGINT ignored.
+    """
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
-    """A program in a terminal of its own. seen: what it wrote, without colours and moves of the cursor."""
+    """A program in a terminal of its own. seen: its output, without colours and moves of the cursor."""
 
     def __init__(self, *arguments: str) -> None:
         self.master, slave = pty.openpty()
@@ -55,7 +58,7 @@ class Terminal:
         return _SEQUENCE.sub("", self.raw).replace("\r", "")
 
     def read(self, until: str, after: int = 0, more: int = 0) -> str:
-        """What is seen past `after`, once it has `until` and is longer than `more`."""
+        """Return `seen` from `after` on, once that part has `until` and is longer than `more`."""
         end = time.monotonic() + 30
         while until not in self.seen[after:] or len(self.seen) - after <= more:
             assert time.monotonic() < end, (
@@ -69,13 +72,13 @@ class Terminal:
         return self.seen[after:]
 
     def settle(self) -> int:
-        """How long `seen` is once nothing was written for half a second."""
+        """Return the length of `seen` once nothing was written for half a second."""
         while select.select([self.master], [], [], 0.5)[0]:
             self.raw += os.read(self.master, 65536).decode("utf-8", "replace")
         return len(self.seen)
 
     def ask(self, line: str, until: str = "> ") -> str:
-        """Type a line; what comes then, without the line itself."""
+        """Type a line and return the output that follows, without the line itself."""
         before = len(self.seen)
         os.write(self.master, line.encode() + b"\n")
         self.read("\n", before)
@@ -83,18 +86,18 @@ class Terminal:
         return self.read("\n" + until, start).removesuffix("\n" + until)
 
     def resize(self, rows: int, columns: int) -> None:
-        """Which tells the program, too, if there is one."""
+        """Change the size of the window. The program, if there is one, gets a signal."""
         fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def close(self) -> int:
-        """End it by Ctrl-D."""
+        """End the program by Ctrl-D and return its exit status."""
         os.write(self.master, b"\x04")
         return self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's target, which continues a text as if it were a conversation."""
+    """The demo's target. It continues a text as if it were a conversation."""
     folder = tmp_path_factory.mktemp("chat") / "target"
     shutil.copytree(DEMO / "target", folder)
     file = folder / "tokenizer_config.json"
@@ -117,7 +120,7 @@ def terminal(model: Path) -> Iterator[Terminal]:
 
 
 def answers(model: Path, questions: list[str]) -> list[str]:
-    """Of a whole conversation, by LLM."""
+    """The answers of a whole conversation, by LLM."""
     messages = [{"role": "system", "content": "import os"}]
     said = []
     with LLM(model, backend="eager") as llm:
@@ -142,7 +145,7 @@ def test_turns_follow_one_another_and_their_worth_is_shown(model: Path, terminal
         assert said == lines(expected)
         assert re.fullmatch(r"24 tokens · \d+ tok/s · [\d.]+ tokens per step · drafts accepted [\d ]+ %", worth), worth
     assert "\x1b[32m" in terminal.raw  # accepted drafts are green
-    *said, _ = lines(terminal.ask("/retry"))  # greedy: the same again, after the same first turn
+    *said, _ = lines(terminal.ask("/retry"))  # greedy: the same answer after the same first turn
     assert said == lines(second)
     terminal.ask("/new")
     *said, _ = lines(terminal.ask(questions[0]))
@@ -176,7 +179,7 @@ def test_ctrl_c_ends_an_answer_and_the_window_may_change_meanwhile(model: Path) 
         os.write(own.master, b"\x03")  # at the prompt: another prompt
         own.read("> ", start)
         start = own.settle()
-        os.write(own.master, b"/retry\n")  # what was stopped is part of the conversation
+        os.write(own.master, b"/retry\n")  # the stopped answer is part of the conversation
         own.read("\n", start, more=20)
         os.write(own.master, b"\x03")
         own.read("stopped", start)

@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def test_installed_command_answers() -> None:
-    """The console script exists and imports in a process of its own."""
+    """The console script exists, and its imports work in a process of its own."""
     command = [str(Path(sys.executable).with_name("trtspec")), "info", TARGET]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "LlamaForCausalLM" in done.stdout
@@ -98,7 +98,8 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     assert result["speedup"] == pytest.approx(result["tok_s"] / result["plain_tok_s"])  # one repeat: the same figures
     assert 1 <= result["tokens_per_step"] < result["acceptance_length"] <= 3  # the last steps have no room for drafts
     assert len(result["acceptance_per_position"]) == 2
-    # One target launch and two draft launches (tied heads: all weights but nothing twice), less where K is cut short.
+    # A step has one launch of the target and two of the draft, or fewer where K is cut short. Each launch reads all
+    # weights of its model and none twice, because the heads are tied.
     target, draft = ((DEMO / name / "model.safetensors").stat().st_size for name in ("target", "draft"))
     assert 0.9 * target < result["weight_bytes_per_step"] < 1.1 * (target + 2 * draft)
     for name in ("read_gbs", "roofline_ratio", "host_us_per_step", "load_s", "first_token_s", "peak_rss_bytes"):
@@ -107,7 +108,7 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
 
 
 def strict_json(file: Path) -> Any:
-    """Fails for NaN, which is no JSON."""
+    """Load a JSON file. AssertionError for NaN, which is no JSON."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -116,7 +117,7 @@ def strict_json(file: Path) -> Any:
 
 
 def test_a_figure_that_there_is_not_is_null(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lookups in prompts of random ids find nothing; plain decoding has no drafts either."""
+    """Figures of drafts are null where there are none: in plain decoding, and in lookups in prompts of random ids."""
     file, shape = tmp_path / "result.json", ("--random-prompts", "--input-len", "8", "--output-len", "4")
     lookup, outputs = ("--spec-method", "ngram", "--spec-tokens", "1"), ("--json", str(file), "--png")
     prompts = ("--num-prompts", "1", "--max-k", "1")
@@ -153,7 +154,10 @@ def test_the_demo_tells_steps_with_drafts_from_those_without() -> None:
 
 
 def test_profiles_sum_up_to_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eager: the worker's passes are told apart. Afterwards nothing is left wrapped."""
+    """The phases of a step add up to its total, also on eager, where the draft layers' passes are counted separately.
+
+    Afterwards no method is left wrapped.
+    """
     before = dict(vars(StepLoop)), dict(vars(InputBuilder))
     file = tmp_path / "result.json"
     shape = ("--input-len", "16", "--output-len", "12", "--random-prompts", "--profile", "--json", str(file))

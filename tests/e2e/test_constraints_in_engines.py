@@ -1,5 +1,7 @@
-"""Penalties, biases and logprobs in engines of AOTInductor's and of ONNX graphs: the words and numbers of plain
-decoding on the same backend, bit for bit, and the words of eager."""
+"""Penalties, biases and logprobs in engines of AOTInductor's graphs and of ONNX graphs.
+
+Ids and logprobs are those of plain decoding on the same backend, bit for bit. The ids are also those of eager.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def said(models: Models, mode: M, backend: str, **options: Any) -> tuple[list[Outcome], list[Any]]:
-    """What every request was given, and how likely that was."""
+    """Return the outcome of every request and its logprobs."""
     with models.open(mode, K, backend, "target", **options) as llm:
         run = run_together(llm.engine, models.cases)
         assert_all_blocks_free(llm)

@@ -1,5 +1,7 @@
-"""The GPU's executable without a GPU: the same static regions, buckets, graphs and carried inputs, with a thread of the
-CPU for a device and work done again for a graph. Ids are eager decoding's."""
+"""The GPU's executable without a GPU: the same static regions, buckets, graphs and carried inputs.
+
+A thread of the CPU stands in for the device. A replayed graph does its work again. Ids are those of eager decoding.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size
 
 
 class Teller(SpecWorker):
-    """Says what a request will draw, as its seed tells which one it is, or, every third time, another token. Batches of
-    greedy requests have no seeds: there it guesses."""
+    """A worker that drafts the token that a request will sample or, for every third position, makes its own guess.
+
+    It knows a request by its seed. Batches of greedy requests have no seeds, so there it only guesses.
+    """
 
     def __init__(self, inner: SpecWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
         super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
@@ -64,7 +68,7 @@ class Teller(SpecWorker):
 
 
 def signed(seed: int | None) -> int:
-    """As 64 bits of a tensor have it."""
+    """The seed as 64 signed bits, as in a tensor."""
     assert seed is not None
     return seed - 2**64 if seed >= 2**63 else seed
 
@@ -102,7 +106,10 @@ def speculation(models: dict[str, Path], mode: str) -> dict[str, Any] | None:
 @pytest.mark.parametrize("overlaps", [True, False])
 @pytest.mark.parametrize("mode", [mode for mode in SPECULATION if not mode.endswith("beside")])
 def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str, overlaps: bool) -> None:
-    """Requests of all kinds come and go; who has drafts from the host waits for every step."""
+    """Ids are those of eager decoding while requests of all kinds come and go.
+
+    With drafts from the host, no step is launched before the last has completed.
+    """
     cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
@@ -126,7 +133,10 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
 
 @pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
 def test_constraints_on_logits_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str) -> None:
-    """Batches with a request that has any run kernel by kernel, and no step is launched before the last has landed."""
+    """Outputs and logprobs with constraints are those of eager decoding.
+
+    A batch with a constrained request runs kernel by kernel. No step is launched before the last has completed.
+    """
     drawn = draw_cases(24, 6, most_prompt=60, most_tokens=40)
     cases = drawn[:8] + with_constraints(drawn[8:])
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
@@ -135,14 +145,14 @@ def test_constraints_on_logits_are_those_of_eager_decoding(models: dict[str, Pat
         got = [one.outputs[0] for one in generated(llm, cases)]
         assert isinstance(llm.engine.loop, OverlapLoop) == (mode != "draft_model")
         assert_all_blocks_free(llm)
-    assert work.num_replayed > 0  # of batches without
+    assert work.num_replayed > 0  # batches without constraints
     for one, other in zip(got, want, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
 
 
 def generated(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
-    """Every case at once."""
+    """Generate the outputs of all cases at once."""
     prompts, params = [case.prompt for case in cases], [case.params for case in cases]
     return llm.generate(prompts, params, use_tqdm=False)
 
@@ -151,7 +161,10 @@ def generated(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
 
 
 def test_a_generation_step_costs_two_launches(models: dict[str, Path], work: HostQueue) -> None:
-    """One of the target and one of the draft, however many drafts were accepted before; both are graphs."""
+    """A generation step costs one launch of the target and one of the draft, whatever was accepted before.
+
+    Both launches are graphs.
+    """
     params = [
         SamplingParams(temperature=temperature, top_k=12, seed=i, max_tokens=60, ignore_eos=True)
         for i, temperature in enumerate((0.0, 1.0, 0.6))
@@ -177,15 +190,18 @@ def test_a_generation_step_costs_two_launches(models: dict[str, Path], work: Hos
     assert accepted == set(range(K + 1))
 
 
-# -- draft layers beside the target -----------------------------------------------------------------------------------
+# -- draft layers next to the target ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["eagle3_beside", "eagle_beside"])
 def test_draft_layers_beside_the_target_read_its_states_on_the_device(
     models: dict[str, Path], work: HostQueue, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernel by kernel; the drafts of eager. Requests are preempted, read prompts in chunks, and do without drafts
-    while there are four of them, which need rows of states then that are older than a step."""
+    """Draft layers next to the target run kernel by kernel and make the drafts of eager.
+
+    Their input states stay on the device. Requests are preempted, and prompts are prefilled in chunks. While there are
+    four requests, steps have no drafts; after that, drafting needs rows of states that are older than a step.
+    """
     cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)
     fields = {**(speculation(models, mode) or {}), "draft_len_schedule": {3: K, 4: 0, 5: 2}}
     limits = {**LIMITS, "num_kv_blocks": 40}
@@ -220,8 +236,10 @@ STATES: dict[str, dict[str, Any]] = {
 def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
     models: dict[str, Path], work: HostQueue, state: str
 ) -> None:
-    """Requests that share prompts come and go, are preempted, have steps without drafts: always the same drafts, so the
-    same steps."""
+    """One launch for a whole chain makes the same drafts, so the same steps, as one launch for each pass.
+
+    Requests share prompts, come and go, are preempted, and have steps without drafts.
+    """
     drawn = draw_cases(24, 6, most_prompt=50, most_tokens=60)
     cases = [
         Case(drawn[i // 2 * 2].prompt, dataclasses.replace(case.params, stop=(), stop_token_ids=(), ignore_eos=True))
@@ -256,7 +274,10 @@ def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
 def test_graphs_without_drafts_verify_those_of_the_host(
     models: dict[str, Path], work: HostQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine folder has them that was built without speculation, and is run with a drafter."""
+    """Graphs without drafts can verify drafts of the host.
+
+    An engine folder built without speculation has such graphs; it can be run with a drafter.
+    """
     monkeypatch.setattr(build_models, "_module_draft_lens", lambda context, step: (0,))
     cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
     with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
@@ -265,7 +286,7 @@ def test_graphs_without_drafts_verify_those_of_the_host(
         assert llm.engine.loop.target.inner.compiled.draft_lens == (0,)
         run = run_together(llm.engine, cases)
         assert run.outcomes == outcomes
-        assert llm.engine.executables[0].launches == llm.engine.stats.steps  # none failed, and was tried anew
+        assert llm.engine.executables[0].launches == llm.engine.stats.steps  # no launch failed and was retried
         assert_all_blocks_free(llm)
     assert run.speculation.num_accepted_tokens > 0
 
@@ -275,7 +296,10 @@ def test_graphs_without_drafts_verify_those_of_the_host(
 def test_an_engine_folder(
     models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Of AOTInductor's graphs, compiled for the CPU that stands in for the GPU."""
+    """An engine folder of AOTInductor's graphs returns the ids of eager decoding.
+
+    The graphs are compiled for the CPU, which stands in for the GPU.
+    """
     monkeypatch.setattr(cuda_aoti, "open_gpu", lambda: work.device)
     cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
     config = EngineConfig(backend="cuda", max_batch_size=5, max_num_tokens=48, block_size=4)
@@ -304,7 +328,10 @@ def test_without_graphs_the_same_runs_kernel_by_kernel(models: dict[str, Path], 
 
 
 def test_hidden_states_are_saved(models: dict[str, Path], work: HostQueue, tmp_path: Path) -> None:
-    """They are of every row of a step, whose number no graph knows; every step is waited for."""
+    """Saved hidden states are those of eager.
+
+    They cover every row of a step, so no graph fits, and every step is waited for.
+    """
     saved = {}
     for backend in ("eager", "cuda"):
         fields = {"method": "extract_hidden_states", "output_directory": str(tmp_path / backend), "capture_layers": [1]}
@@ -318,7 +345,11 @@ def test_hidden_states_are_saved(models: dict[str, Path], work: HostQueue, tmp_p
 
 
 def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str, Path], work: HostQueue) -> None:
-    """Bans come with the second request, while a step of the first is in flight, whose outputs the next one reads."""
+    """A graph that is captured late leaves the step in flight intact.
+
+    The second request has bans, so a graph is captured while a step of the first is in flight. The next step reads the
+    outputs of that step.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     late = dataclasses.replace(params, ignore_eos=False, min_tokens=30, stop_token_ids=[3])
     prompts = [([1, 2, 3], params), ([3, 4], late)]
@@ -339,7 +370,7 @@ def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_leave_floats_as_they_are(models: dict[str, Path], work: HostQueue, kind: str) -> None:
-    """A GPU's kernels take panels of what is quantised, and plain matrices of the rest: an lm_head, tied or not."""
+    """Quantised weights become panels for a GPU's kernels. All others, such as an lm_head, stay plain matrices."""
     cases = draw_cases(6, 3, most_prompt=20)
     with LLM(models["target"], quantization=kind, enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)

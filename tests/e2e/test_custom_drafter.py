@@ -1,4 +1,7 @@
-"""The example of a user's own drafter: runs as a script, registers in every form, and changes no output."""
+"""The example of a user's own drafter.
+
+It runs as a script, can be given as an object, a class or a path, and changes no output.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines whose decoder is cut into blocks: equal layers are one graph, and ids and logprobs stay as they were."""
+"""Engines whose decoder is cut into blocks: equal layers share one graph, and ids and logprobs do not change."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_streams_that_are_read(captured: tuple[int, ...], read: tuple[int, ...],
 
 
 def build(folder: Path, target: Path, asked: dict[str, Any] | None, options: dict[str, Any], blocks: int) -> Path:
-    """An engine, which has that many blocks."""
+    """Build an engine and check that it has `blocks` blocks. Returns its folder."""
     config = EngineConfig(backend="aoti", **LIMITS, **options)
     engine = build_engine(target, folder, read_speculative_config(asked), config)
     assert len(CompiledStep.from_dict(engine.data["executables"]["target"]).blocks) == blocks
@@ -102,7 +102,10 @@ def build(folder: Path, target: Path, asked: dict[str, Any] | None, options: dic
 
 
 def run(model: Path, asked: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any, Any]:
-    """Logprobs, and the cases in batches and one by one, which give the same."""
+    """Return logprobs, and outcomes and acceptance of the cases in batches.
+
+    One by one, the first cases have the same.
+    """
     with LLM(model, asked, num_kv_blocks=128, **options) as llm:
         asking = SamplingParams(temperature=0.0, max_tokens=12, logprobs=3)
         logprobs = [one.outputs[0].logprobs for one in llm.generate([[3, 1, 4, 1, 5], [9, 2]], asking)]
@@ -120,7 +123,7 @@ def same_bits(
     options: dict[str, Any],
     blocks: int,
 ) -> None:
-    """A cut engine gives the ids, the logprobs and the accepted drafts of one of whole graphs."""
+    """Check that a cut engine returns the ids, logprobs and accepted drafts of an engine of whole graphs."""
     add_tokenizer(target)
     monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     cut_up = run(build(folder / "cut", target, asked, options, blocks))
@@ -129,7 +132,10 @@ def same_bits(
 
 
 def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedding that head and target share is held once. A damaged block is named."""
+    """EAGLE3 reads hidden states from inside blocks.
+
+    The embedding that head and target share is held once. The error for a damaged block names its file.
+    """
     monkeypatch.setattr(cut, "LEAST_LAYERS", 8)
     target = make_target(tmp_path, num_hidden_layers=9)
     head = make_eagle3(tmp_path, target, (1, 4, 7))
@@ -188,7 +194,7 @@ def test_a_draft_model_that_is_cut_beside_a_target_that_is(tmp_path: Path, monke
 
 @pytest.mark.long
 def test_without_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs then call the ops by torch's dispatcher, which the package of a graph has to say."""
+    """Without kernels, graphs call the ops by torch's dispatcher, and the package of a graph must declare this."""
     monkeypatch.setattr("trtspec.backends.aoti.compile.graph_calls", dict)
     same_bits(tmp_path, monkeypatch, make_target(tmp_path, num_hidden_layers=8), None, {}, 4)
 

@@ -1,4 +1,4 @@
-"""The shipped demo models are what MODEL_CARD.md says: other engines load them, and the drafts are good guessers."""
+"""The shipped demo models are as MODEL_CARD.md says: other engines load them, and their drafts are good guesses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 
 
 def held_out_prompts(count: int, characters: int) -> list[str]:
-    """The starts of files that the demo models have not seen."""
+    """The starts of files that the demo models were not trained on."""
     texts = [file.text for file in standard_library() if file.held_out and len(file.text) > 4 * characters]
     return [text[:characters] for text in texts[:: len(texts) // count][:count]]
 
@@ -31,7 +31,10 @@ MIXED = [
 
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_transformers_loads_it_and_continues_alike(name: str) -> None:
-    """fp32, so that the comparison is of the models and not of two bf16 roundings."""
+    """transformers loads the model and continues a prompt with the same ids.
+
+    Both compute in fp32, so the comparison is of the models and not of two bf16 roundings.
+    """
     theirs = transformers.AutoModelForCausalLM.from_pretrained(DEMO / name, dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO / name)
     prompt = held_out_prompts(1, 300)[0]
@@ -73,7 +76,7 @@ def greedy_outputs() -> list[tuple[int, ...]]:
 def test_drafts_agree_with_the_target_on_held_out_files(
     greedy_outputs: list[tuple[int, ...]], method: str, folder: str, least: float
 ) -> None:
-    """Greedy, K = 3: at least so many tokens a step that has drafts, and exactly plain decoding's tokens."""
+    """The acceptance length is at least `least`, greedy, at K = 3. The ids are exactly those of plain decoding."""
     target, model = (DEMO / folder, {}) if method == "mtp" else (DEMO / "target", {"model": str(DEMO / folder)})
     with LLM(target, {"method": method, "num_speculative_tokens": 3, **model}, max_batch_size=12) as drafted:
         outputs = drafted.generate(PROMPTS, GREEDY)
@@ -85,7 +88,7 @@ def test_drafts_agree_with_the_target_on_held_out_files(
 
 @pytest.fixture(scope="module")
 def plain_outputs() -> dict[str, list[tuple[int, ...]]]:
-    """dtype -> what plain decoding makes of each of MIXED, all alone."""
+    """dtype -> the ids of plain decoding for each of MIXED, alone in its batch."""
     outputs = {}
     for dtype in ("float32", "bfloat16"):
         with LLM(DEMO / "target", dtype=dtype, max_batch_size=1) as llm:
@@ -97,7 +100,11 @@ def plain_outputs() -> dict[str, list[tuple[int, ...]]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
 def test_the_trained_head_loses_nothing(plain_outputs: dict[str, list[tuple[int, ...]]], k: int, dtype: str) -> None:
-    """Greedy and seeded requests together, prompts in chunks, too few blocks for all; some drafts kept everywhere."""
+    """The trained head changes no output at any K.
+
+    Greedy and seeded requests run together, prompts come in chunks, and there are too few blocks for all. Every
+    position keeps some drafts.
+    """
     config = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": k}
     options = {"dtype": dtype, "max_batch_size": 6, "max_num_tokens": 6 * (k + 1), "num_kv_blocks": 24}
     with LLM(DEMO / "target", config, **options) as llm:
@@ -132,4 +139,4 @@ def test_the_demo_runs_and_finds_every_mode_lossless(temperature: str, modes: li
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("yes") == 1 + len(modes)  # plain and they equal plain
+    assert done.stdout.count("yes") == 1 + len(modes)  # plain decoding and each mode equal plain decoding

@@ -1,5 +1,8 @@
-"""The demo generates what it always did, and keeps as many drafts of it: demo_ids.json was recorded before the code was
-parted by methods. A change of ids is a change of arithmetic, and is to be made knowingly (demo_ids.py record)."""
+"""The demo generates the recorded ids, and keeps as many drafts as recorded.
+
+demo_ids.json was recorded before the code was split by methods. A change of ids is a change of arithmetic, so record
+the file again only for an intended one (demo_ids.py record).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ RECORDED: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def instruction_sets() -> list[str]:
-    """Those of this machine, the best one last; none where the kernels are not built."""
+    """The instruction sets of this machine, the best one last. Empty if the kernels are not built."""
     best, order = load_plugins().get("cpu"), [*INSTRUCTION_SETS]
     return [] if best is None else [isa for isa in ISAS if order.index(isa) <= order.index(best)]
 
@@ -37,17 +40,21 @@ def test_ids_and_drafts_are_those_that_were_recorded() -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("backend", ["eager", "aoti"])
 def test_on_every_instruction_set(backend: str, isa: str) -> None:
-    """Ids of compiled graphs depend on the CPU's own vectors, too: they are compared on the kind that recorded them."""
+    """Ids and drafts are as recorded on every instruction set that this machine has.
+
+    Ids of compiled graphs also depend on the CPU's own vectors, so they are compared on the kind of CPU that recorded
+    them.
+    """
     if isa not in instruction_sets():
         pytest.skip(f"this machine has no {isa}")
     check(backend, isa, list(MODES))
 
 
 def test_every_mode_gives_what_plain_decoding_gives_on_every_instruction_set() -> None:
-    """Of the file itself: speculation, instruction set and backend change no id."""
+    """In the recorded file, speculation, instruction set and backend change no id."""
     plain = RECORDED["eager"]["portable"]["plain"]
     for modes in (of_isa for of_backend in RECORDED.values() for of_isa in of_backend.values()):
         assert set(modes) == set(MODES)
         for mode, by_temperature in modes.items():
-            if mode != "mtp":  # whose target is a checkpoint of its own
+            if mode != "mtp":  # its target is a checkpoint of its own
                 assert all(one["ids"] == plain[t]["ids"] for t, one in by_temperature.items())

@@ -1,4 +1,4 @@
-"""Requests that want fewer drafts than the engine makes, or none: they get no more, and the same tokens."""
+"""Requests that ask for fewer drafts than the engine makes, or for none, get no more, and the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ K = 3
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Request i wants i % 6 drafts, and the last of six says nothing."""
+    """Models whose request i asks for the i % 6-th of six draft lengths. The last of the six sets none."""
     made = Models(tmp_path_factory.mktemp("modes"))
     wanted = (0, 1, 2, 3, 9, None)
     made.cases = [
@@ -48,7 +48,7 @@ def test_nobody_is_given_more_than_wanted_and_nothing_changes(models: Models, mo
 
 @pytest.mark.parametrize("mode", [M.EAGLE3_ONE_MODEL, M.EAGLE3])
 def test_no_drafts_are_made_where_nobody_wants_any(models: Models, mode: M) -> None:
-    """Nor are states kept that drafts would be made from."""
+    """No drafts are made if no request wants any, and no hidden states are kept for drafts."""
     with models.open(mode, K, "eager", "target") as llm:
         engine = llm.engine
         params = SamplingParams(temperature=0.0, max_tokens=12, max_draft_len=0, ignore_eos=True)

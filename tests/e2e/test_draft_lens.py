@@ -1,5 +1,7 @@
-"""A worker says of each request how many of its drafts are worth verifying. Whatever it says changes no token, and what
-is counted as offered is what was."""
+"""A worker chooses for each request the number of drafts to verify, which changes no token.
+
+The number of drafts that the engine counts as offered is the number that there were.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,14 @@ FORCED = 2
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-    """Every worker's drafts are cut. What was said last of each request, where a step knows whose its rows are."""
+    """Cut every worker's drafts. Returns the last length chosen for each request, from steps with known request ids."""
     last: dict[int, int] = {}
 
     def draft_lens(worker: SpecWorker, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
-        """0..K', another for each request and step, as the drafts have it: so it is part of a graph, too."""
+        """Lengths 0..K', different for each request and step.
+
+        They depend on the drafts, so they are part of a graph, too.
+        """
         lens = (drafts.sum(1) % (spec.next_draft_len + 1)).int()
         if spec.request_ids:
             last.update(zip(spec.request_ids, lens.tolist(), strict=True))
@@ -58,7 +63,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 
 @pytest.fixture
 def no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that fails is made again, with nothing in flight: it would not show."""
+    """Do not retry a failed launch with nothing in flight: a retry would hide the failure."""
 
     def abandon(loop: OverlapLoop, failed: InFlightStep) -> None:
         failed.launch.wait()
@@ -75,7 +80,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(models: Path) -> list[Outcome]:
-    """Of conformance.CASES, one at a time."""
+    """Outcomes of conformance.CASES, one case at a time."""
     return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
 
 
@@ -88,7 +93,10 @@ def fields_of(mode: str, models: Path) -> dict[str, Any]:
 
 
 class Offered:
-    """An executable; keeps how many drafts each request really had in each launch, in order: those that were said."""
+    """An executable that records the number of drafts that each request really had in each launch, in order.
+
+    It checks that a request never had more drafts than the worker chose.
+    """
 
     def __init__(self, inner: Executable, said: dict[int, int]) -> None:
         self.inner, self.said = inner, said
@@ -108,7 +116,10 @@ class Offered:
 
 
 def counted(run: Run) -> dict[int, list[int]]:
-    """Drafts of each request in each of its steps, as the engine says; no more are accepted than there were."""
+    """Number of drafts of each request in each of its steps, as the engine reports them.
+
+    It checks that no more drafts are accepted than there were.
+    """
     found: dict[int, list[int]] = defaultdict(list)
     for emission in (emission for step in run.steps for emission in step):
         assert emission.num_drafts <= emission.draft_len == len(emission.drafts)
@@ -124,7 +135,7 @@ def answers_of(cases: list[Case], outcomes: list[Outcome]) -> list[list[int]]:
 
 @pytest.mark.parametrize("mode", ["eagle3", "eagle", "dflash", "draft_inside", "eagle3_beside"])
 def test_no_token_changes(models: Path, plain: list[Outcome], said: dict[int, int], mode: str) -> None:
-    """In a cache too small, prompts in chunks."""
+    """Lengths chosen by the worker change no token, in a cache too small for all, with prompts in chunks."""
     with LLM(models / "target", fields_of(mode, models), **LIMITS, num_kv_blocks=34) as llm:
         watch(llm, answers_of(CASES, plain), 0.2)
         target = Offered(llm.engine.loop.target, said)
@@ -138,7 +149,10 @@ def test_no_token_changes(models: Path, plain: list[Outcome], said: dict[int, in
 
 
 def overlapped(llm: LLM, seed: int, said: dict[int, int]) -> Offered:
-    """The engine's loop with a step in flight, its target in a thread."""
+    """Replace the engine's loop by one with a step in flight and its target in a thread.
+
+    Returns the recording target.
+    """
     loop = llm.engine.loop
     fields = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop) if field.init}
     offered = Offered(loop.target, said)
@@ -151,7 +165,10 @@ def overlapped(llm: LLM, seed: int, said: dict[int, int]) -> Offered:
 def test_a_step_in_flight_has_rows_for_drafts_that_there_are_not(
     models: Path, said: dict[int, int], no_failure: None, seed: int
 ) -> None:
-    """The host learns how many there were when the step is over; what follows a request's last step is thrown away."""
+    """A step in flight has rows for drafts that do not exist, and outputs and counts are still right.
+
+    The host learns the number of drafts when the step is over. Steps after a request's last one are discarded.
+    """
     cases = draw_cases(16, seed, most_prompt=60, most_tokens=30)
     with LLM(models / "target", enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
@@ -169,7 +186,7 @@ def test_a_step_in_flight_has_rows_for_drafts_that_there_are_not(
 
 
 def force(make: Callable[[], LLM]) -> None:
-    """However many drafts are to be accepted by force: those that there are."""
+    """Check that forced acceptance accepts FORCED drafts, or all of them if there are fewer."""
     cases = draw_cases(12, 4, most_prompt=40, most_tokens=40)
     with make() as llm:
         run = run_together(llm.engine, cases)
@@ -198,7 +215,7 @@ def test_force_accepts_no_draft_that_there_is_not(
 
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs: bool) -> None:
-    """On the stand-in: rows of drafts that there are not are part of uniform graphs and of ragged ones."""
+    """On the stand-in for a GPU, rows of drafts that do not exist are part of both uniform and ragged graphs."""
     cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)
     with LLM(models / "target", enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
@@ -215,7 +232,7 @@ def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs:
 
 @pytest.mark.parametrize("functional", [False, True])
 def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> None:
-    """Of batches with drafts of all lengths, bit for bit."""
+    """An exported graph returns the same draft lengths bit for bit, for batches with drafts of all lengths."""
     recorder = record(lambda **limits: LLM(models / "target", fields_of("eagle3", models), **limits), "sampled")
     step = recorder.inner.step
     assert isinstance(step, OneEngineStep)
@@ -232,7 +249,7 @@ def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> Non
 def test_compiled_graphs_tell_the_same(
     models: Path, plain: list[Outcome], tmp_path: Path, backend: str, mode: str
 ) -> None:
-    """The drafts that are accepted, and how many are offered, are those of eager."""
+    """Compiled graphs accept the same drafts as eager, and offer the same number of them."""
     engine = build(models, tmp_path / "engine", backend, mode, "float32")
     assert_words_are_those_of_eager(engine, models, mode, plain)
     counted(packed(LLM(engine, **TIGHT)))

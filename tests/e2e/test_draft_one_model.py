@@ -1,8 +1,8 @@
-"""A smaller model inside the target's graph: what it drafts is what the same model drafts beside the target.
+"""A smaller model inside the target's graph makes the same drafts as the same model next to the target.
 
-The reference for drafts is the drafter of DRAFT_TARGET, asked after every token of every known answer, one token more
-each time. Drafts are compared by ids: the model is the target with noise, so ids come from every part of its
-vocabulary, and wrong draft KV shows in them.
+The reference for drafts is the drafter of DRAFT_TARGET. It is called after every token of every known answer, with one
+token more each time. Drafts are compared by ids. The model is the target with noise, so its ids come from every part of
+the vocabulary, and wrong draft KV shows in them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from trtspec.sampling_params import sample_seed
 K, MOST_K = 3, 5
 CASES = draw_cases(30, seed=27, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
-# Up to 84 tokens a request in 24 blocks of 4: preemption. No more rows a step than 32: long prompts come in chunks.
+# Up to 84 tokens a request in 24 blocks of 4, so requests are preempted. At most 32 rows a step, so long prompts are
+# prefilled in chunks.
 TIGHT: dict[str, Any] = {"max_num_tokens": 32, "num_kv_blocks": 25, "block_size": 4}
 
 Place = tuple[int, int, int]
@@ -59,8 +60,10 @@ def make(target: Path, draft: Path) -> Make:
 
 
 def drafts_beside(llm: LLM, cases: list[Case], answers: list[list[int]], k: int) -> dict[Place, int]:
-    """What the two-engine drafter proposes after each token of the answers. Every row of draft KV is computed from
-    tokens that are known, and a guess is overwritten before it is read again."""
+    """Drafts of the two-engine drafter after each token of the answers.
+
+    Every row of draft KV is computed from known tokens, and a guess is overwritten before it is read again.
+    """
     drafter = llm.engine.loop.proposer.drafter
     assert drafter is not None
     requests = [llm.engine.add_request(case.prompt, case.params)[0] for case in cases]
@@ -82,7 +85,7 @@ def drafts_beside(llm: LLM, cases: list[Case], answers: list[list[int]], k: int)
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What must come out of cases, and what is to be drafted on the way."""
+    """The right outcomes of `cases`, and the right drafts on the way."""
 
     cases: list[Case]
     outcomes: list[Outcome]
@@ -99,12 +102,12 @@ def refer(target: Path, make: Make, cases: list[Case], dtype: str = "float32", *
 
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[str], Reference]:
-    """dtype -> reference of CASES; computed when first asked for."""
+    """dtype -> the reference of CASES, computed when first asked for."""
     return functools.cache(lambda dtype: refer(target, make, CASES, dtype))
 
 
 def first_wrong_draft(seen: Watch, expected: dict[Place, int]) -> str | None:
-    """The first draft given to a request that the model would not make beside the target; None if there is none."""
+    """Describe the first draft that the model would not make next to the target. None if there is none."""
     assert seen.given
     return next(
         (f"{at}: {token} instead of {expected[at]}" for at, token in seen.given.items() if token != expected[at]), None
@@ -112,7 +115,10 @@ def first_wrong_draft(seen: Watch, expected: dict[Place, int]) -> str | None:
 
 
 def assert_right(llm: LLM, expected: Reference, cases: list[Case] | None = None) -> Run:
-    """The cases (or the first few) together: outputs, drafts, draft KV after each step, the blocks."""
+    """Check the cases (`cases`, or all of `expected`), run together.
+
+    It checks outputs, drafts, draft KV after each step, and that all blocks are free in the end.
+    """
     run, seen = run_watched(llm, cases or expected.cases)
     assert run.outcomes == expected.outcomes[: len(run.outcomes)]
     assert first_wrong_draft(seen, expected.drafts) is None
@@ -126,7 +132,10 @@ def assert_right(llm: LLM, expected: Reference, cases: list[Case] | None = None)
     ("k", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "bfloat16"), (5, "float32")]
 )
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int, dtype: str) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    """Every draft length works in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position, and requests end inside a draft.
+    """
     with make(k, dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         run = assert_right(llm, reference(dtype))
         acceptance = run.speculation.acceptance_per_position
@@ -139,7 +148,10 @@ def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 17])
 def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
-    """Behind a chunk, too, one more token is read in: it is the prompt's."""
+    """Drafts are right for prompts in chunks.
+
+    The draft model reads one token after each chunk, which is the prompt's.
+    """
     with make(max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         assert_right(llm, reference("float32"), CASES[:12])
@@ -148,8 +160,11 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], ro
 
 @pytest.mark.parametrize("size", [1, 3, 16])
 def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], size: int) -> None:
-    """With blocks of one token, and too few of them, a request has exactly the rows that it reserved: a row past those
-    would be of the scratch block, which all requests write."""
+    """Drafts are right with other block sizes.
+
+    With blocks of one token, and too few of them, a request has exactly the rows that it reserved. A row past those
+    would be in the scratch block, which all requests write.
+    """
     limits = {**TIGHT, "block_size": size, "num_kv_blocks": 1 + 96 // size}
     with make(MOST_K, max_batch_size=5, **limits) as llm:
         assert_right(llm, reference("float32"))
@@ -157,7 +172,10 @@ def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], si
 
 
 def test_steps_are_those_of_the_draft_beside_the_target(make: Make) -> None:
-    """Step by step the same tokens and accepted drafts, in batches that go on without anybody looking."""
+    """Each step emits the same tokens and accepts the same drafts as with the draft next to the target.
+
+    Steps that do not read the requests (engine.steady) are included.
+    """
     steps = []
     for one_engine in (True, False):
         with make(fields={"one_engine": one_engine}, max_batch_size=8, **ROOMY) as llm:
@@ -167,7 +185,7 @@ def test_steps_are_those_of_the_draft_beside_the_target(make: Make) -> None:
 
 
 def test_arg_max_drafts(target: Path, make: Make) -> None:
-    """Without min_tokens: an arg-max inside the launch looks at no bans."""
+    """Arg-max drafts are right. The cases have no min_tokens, because an arg-max inside the launch ignores bans."""
     cases = [Case(case.prompt, dataclasses.replace(case.params, min_tokens=0)) for case in CASES[:16]]
     expected = refer(target, make, cases, draft_sample_method="greedy")
     with make(fields={"draft_sample_method": "greedy"}, max_batch_size=8, **TIGHT) as llm:
@@ -175,7 +193,10 @@ def test_arg_max_drafts(target: Path, make: Make) -> None:
 
 
 def test_shared_prefixes(target: Path, make: Make) -> None:
-    """Draft KV is of the token at its own place: all of a shared block is, but for the row that is always computed."""
+    """Draft KV at a position depends on the token at that position, so all draft KV of a shared block can be used.
+
+    Only the last row is always computed again.
+    """
     base = [1 + i * i % 14 for i in range(42)]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(base, params), *(Case([*base[: 4 * n], 15, 15 - n, *base[:5]], params) for n in range(11))]
@@ -194,7 +215,7 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
 
 
 def test_samples_of_one_prompt(target: Path, make: Make) -> None:
-    """They share the blocks of the prompt, draft KV and all, and go on each with its own seed."""
+    """Samples of one prompt share its blocks, including draft KV. Each goes on with its own seed."""
     cases = draw_cases(8, seed=9, most_prompt=40)
     seeds = [[sample_seed(c.params.seed or 0, i) for i in range(3)] for c in cases]
     single = [
@@ -206,7 +227,10 @@ def test_samples_of_one_prompt(target: Path, make: Make) -> None:
 
 
 def test_steps_with_other_draft_lengths(make: Make, reference: Callable[[str], Reference]) -> None:
-    """Every step another K; where it is 0, tokens are read in all the same."""
+    """Drafts are right if every step has another K.
+
+    In a step with K = 0, the draft model reads the tokens all the same.
+    """
     with make(4, max_batch_size=6, **TIGHT) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
         proposer.draft_len = lambda scheduler: (4, 0, 0, 2, 1)[engine.stats.steps % 5]  # type: ignore[method-assign]
@@ -225,7 +249,7 @@ def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_each_step(target: Pa
 
 
 def test_a_draft_of_another_dtype_and_shape(tmp_path: Path) -> None:
-    """It computes in the target's dtype; sizes are its own."""
+    """A draft of another dtype and shape computes in the target's dtype, with its own sizes."""
     target = make_target(tmp_path)
     draft = make_target(tmp_path, name="small", dtype="bfloat16", num_hidden_layers=3, hidden_size=48, seed=4)
     speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K, "one_engine": True}
@@ -246,7 +270,10 @@ def test_a_draft_of_another_dtype_and_shape(tmp_path: Path) -> None:
 
 
 def test_sliding_windows_are_each_models_own(tmp_path: Path) -> None:
-    """The draft's layers come behind the target's, in windows as in KV."""
+    """Target and draft each use their own sliding window.
+
+    The draft's layers come after the target's, in windows as in KV.
+    """
     target = make_target(tmp_path, "mistral_swa", max_position_embeddings=512)
     draft = perturbed(target, noise=0.1)
     edit_config(draft, sliding_window=7)

@@ -1,5 +1,8 @@
-"""A drafter that fails, in every way there is: the request it fails goes on without drafts, with one warning, and to
-the same output; the others keep theirs."""
+"""A drafter that fails, in every possible way.
+
+The request that it fails goes on without drafts, with one warning, and to the same output. The other requests keep
+their drafts.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ from trtspec.errors import ConfigError, DeviceError, EngineError
 from trtspec.protocols import DraftRequest
 
 Spoil = Callable[[Sequence[DraftRequest], Proposal, int], Any]
-"""(questions, right answer, the victim's row) -> wrong answer."""
+"""(requests for drafts, right answer, the victim's row) -> wrong answer."""
 
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[Outcome]:
-    """What the victim and each bystander give alone."""
+    """The outcomes of the victim and of each bystander alone."""
     return alone(target, [VICTIM, *BYSTANDERS])
 
 
@@ -40,21 +43,24 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def outcomes_of(llm: LLM) -> list[Outcome]:
-    """Of the victim and the bystanders, run together; nothing may be left behind."""
+    """Outcomes of the victim and the bystanders, run together. It checks that all blocks are free in the end."""
     (victim,), run = run_beside(llm)
     assert_all_blocks_free(llm)
     return [Outcome.of(victim), *run.outcomes]
 
 
 class BadDrafter(LyingOracle):
-    """Mostly right answers, until the victim (request 0) has a few tokens and company: from then on those to calls in
-    which it takes part are spoilt."""
+    """A drafter whose answers are mostly right at first.
+
+    Once the victim (request 0) has a few tokens and other requests run with it, it spoils every answer that includes
+    the victim.
+    """
 
     def __init__(self, expected: Sequence[Outcome], spoil: Spoil) -> None:
         super().__init__(right_answers(list(expected)), lie=0.3)
         self.spoil = spoil
         self.began = False
-        self.after: set[int] = set()  # who was answered since then
+        self.after: set[int] = set()  # requests that got an answer since then
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         proposal = super().propose(requests)
@@ -104,7 +110,7 @@ def _wide(proposal: Proposal, row: int) -> torch.Tensor:
     return torch.cat((proposal.draft_tokens, proposal.draft_tokens, proposal.draft_tokens), 1)
 
 
-# How the answer is spoilt, and what is said of it.
+# name -> how the answer is spoilt, and words of the error about it.
 SPOILT: dict[str, tuple[Spoil, str]] = {
     "raises": (_raise, "RuntimeError: no idea"),
     "answers None": (lambda *_: None, r"returned a NoneType.*trtspec\.core\.Proposal"),
@@ -149,7 +155,10 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
 def test_a_drafter_that_fails_one_of_several(
     target: Path, expected: list[Outcome], warned: Callable[[], list[str]], how: str
 ) -> None:
-    """From the middle of its output on, while others run. It says why, once, and is not asked again."""
+    """A drafter fails the victim from the middle of its output on, while others run. All outputs stay the same.
+
+    The warning states the reason once, and the drafter is not called for the victim again.
+    """
     spoil, words = SPOILT[how]
     drafter = BadDrafter(expected, spoil)
     llm = user_llm(target, drafter)
@@ -184,14 +193,14 @@ HARMLESS: dict[str, Spoil] = {
 
 @pytest.mark.parametrize("how", HARMLESS)
 def test_what_is_no_fault(target: Path, expected: list[Outcome], warned: Callable[[], list[str]], how: str) -> None:
-    """Strict acceptance looks at the drafts that are meant, and at nothing else."""
+    """Strict acceptance reads the drafts within draft_lens and nothing else, so these oddities are no fault."""
     llm = user_llm(target, BadDrafter(expected, HARMLESS[how]))
     assert outcomes_of(llm) == expected
     assert (warned(), llm.engine.stats.drafter_failures) == ([], 0)
 
 
 class Sometimes(LyingOracle):
-    """Raises in two calls of five."""
+    """A drafter that raises in two calls of five."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         if self.rng.random() < 0.4:
@@ -203,7 +212,7 @@ class Sometimes(LyingOracle):
 def test_a_drafter_that_fails_now_and_then(
     target: Path, expected: list[Outcome], warned: Callable[[], list[str]], seed: int
 ) -> None:
-    """Each request that it failed alone is named once; the others still have drafts."""
+    """There is one warning for each request that the drafter failed alone. The others still have drafts."""
     llm = user_llm(target, Sometimes(right_answers(expected), seed=seed))
     (victim,), run = run_beside(llm)
     assert [Outcome.of(victim), *run.outcomes] == expected
@@ -224,7 +233,7 @@ class OneAtATime(LyingOracle):
 def test_a_drafter_that_fails_several_at_once_and_none_alone(
     target: Path, expected: list[Outcome], warned: Callable[[], list[str]]
 ) -> None:
-    """Nobody is to blame: all have their drafts, and it is said once what that costs."""
+    """All requests keep their drafts, because none of them fails alone. One warning says what that costs."""
     llm = user_llm(target, OneAtATime(right_answers(expected)))
     (victim,), run = run_beside(llm)
     assert [Outcome.of(victim), *run.outcomes] == expected
@@ -241,7 +250,7 @@ class Never(LyingOracle):
 
 
 def test_a_drafter_that_always_fails(target: Path, expected: list[Outcome], warned: Callable[[], list[str]]) -> None:
-    """Plain decoding, with a warning for each request."""
+    """A drafter that always fails means plain decoding, with a warning for each request."""
     llm = user_llm(target, Never([]))
     assert outcomes_of(llm) == expected
     assert sorted(int(re.findall(r"\d+", line)[0]) for line in warned()) == list(range(len(expected)))
@@ -254,11 +263,11 @@ class OnALostDevice(LyingOracle):
 
 
 def test_nobody_is_blamed_for_a_lost_device(target: Path, warned: Callable[[], list[str]]) -> None:
-    """Nothing can run on it: the engine stops, and asks no request alone."""
+    """A lost device stops the engine, as nothing can run on it. The drafter is not called for each request alone."""
     with user_llm(target, OnALostDevice([])) as llm:
         running = []
         for case in (VICTIM, *BYSTANDERS):
-            with suppress(EngineError):  # the first may be quick enough to stop it
+            with suppress(EngineError):  # the first one may stop it quickly
                 running.append(llm.generate_async(case.prompt, case.params))
         assert running
         for generation in running:
@@ -284,7 +293,7 @@ def test_a_drafter_that_cannot_forget_harms_nobody(
 def test_who_waits_for_an_output_sees_that_drafts_were_lost(
     target: Path, expected: list[Outcome], warned: Callable[[], list[str]]
 ) -> None:
-    """With asyncio: the output says why, and the metrics count it."""
+    """A caller with asyncio sees that drafts were lost: the output has the reason, and a metric counts the failure."""
 
     async def everybody(llm: LLM) -> list[Any]:
         cases = (VICTIM, *BYSTANDERS)
@@ -302,7 +311,7 @@ def test_who_waits_for_an_output_sees_that_drafts_were_lost(
 
 
 def test_no_batch_goes_on_unseen_beside_a_users_drafter(target: Path, expected: list[Outcome]) -> None:
-    """Steps that do not look at their requests (engine.steady) ask no drafter, so there are none."""
+    """With a user's drafter, every step reads its requests: the fast path (engine.steady) calls no drafter."""
     llm = user_llm(target, LyingOracle(right_answers(expected), lie=0.0))
     (victim,) = llm.engine.add_request(VICTIM.prompt, VICTIM.params)
     while llm.engine.has_work:
@@ -325,7 +334,7 @@ class CannotBeMade:
 
 
 class WantsArguments(LyingOracle):
-    """Its class cannot be called without any."""
+    """A drafter whose class cannot be called without arguments."""
 
 
 @pytest.mark.parametrize(

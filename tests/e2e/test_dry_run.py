@@ -1,6 +1,6 @@
-"""`trtspec build --dry_run`: plans from config.json files alone, with the bytes of arithmetic.
+"""`trtspec build --dry_run`: plans from config.json files alone, with bytes from arithmetic.
 
-The two large models are those of their publishers' config.json; sizes are computed here by hand.
+The two large models have the config.json of their publishers. Expected sizes are computed here by hand.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ SMALL_QWEN = {
 
 # Elements, by hand: q, k, v, o; gate, up, down; norms.
 LLAMA_LINEARS = 32 * (4096 * 4096 + 2 * 1024 * 4096 + 4096 * 4096 + 3 * 14336 * 4096)
-LLAMA_REST = 32 * 2 * 4096 + 4096 + 128256 * 4096 + 128256 * 4096  # the last: embedding, lm_head
+LLAMA_REST = 32 * 2 * 4096 + 4096 + 128256 * 4096 + 128256 * 4096  # the last two: embedding, lm_head
 HEAD_LINEARS = 4096 * (3 * 4096) + 4096 * 8192 + 2 * 1024 * 8192 + 4096 * 4096 + 3 * 14336 * 4096 + 32000 * 4096
-HEAD_NORMS = 4 * 4096  # of token, hidden state, MLP, output
+HEAD_NORMS = 4 * 4096  # norms of token, hidden state, MLP, output
 QWEN_WEIGHTS = (
     64 * (8192 * 5120 + 2 * 1024 * 5120 + 5120 * 8192 + 3 * 25600 * 5120 + 2 * 5120 + 2 * 128)
     + 2 * 151936 * 5120
@@ -122,7 +122,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def dry_run(tmp_path: Path, target: Path, draft: Path, mode: str, *options: str) -> dict[str, Any]:
-    """Of 8 requests of 8192 tokens and K = 3, as a program reads it."""
+    """The JSON plan for 8 requests of 8192 tokens and K = 3."""
     arguments = ["--checkpoint_dir", str(target), "--output_dir", str(tmp_path / "engine"), "--dry_run"]
     arguments += ["--speculative_decoding_mode", mode, "--speculative_model_dir", str(draft), "--max_draft_len", "3"]
     arguments += ["--max_batch_size", "8", "--max_seq_len", "8192", "--json", str(tmp_path / "plan.json")]
@@ -151,7 +151,7 @@ def test_llama_and_eagle3(
     blocks = 8 * (8192 // 16) + 1
     assert target["kv"]["blocks"] == blocks
     assert target["kv"]["bytes"] == plan["memory"]["kv"] == blocks * 16 * 33 * 2 * 8 * 128 * size
-    # cos and sin of target and head; ids of drafts, their distance, and the way back
+    # cos and sin of target and head; the target ids of draft ids, their distance, and the draft ids of target ids
     assert target["tables"] == 2 * 2 * 8192 * 128 * 4 + (2 * 32000 + 128256) * 8
     activations = {part["name"]: (part["shape"], part["bytes"]) for part in target["activations"]}
     assert activations["logits"] == ([8 * 4, 128256], 8 * 4 * 128256 * 4)
@@ -170,10 +170,13 @@ def test_llama_and_eagle3(
     [("int8", 1 + 4 / 4096), ("int4", 1 / 2 + 3 / 32), ("int4_g64", 1 / 2 + 3 / 64), ("int4_g128", 1 / 2 + 3 / 128)],
 )
 def test_quantised_llama(configs: Path, tmp_path: Path, quantization: str, per_element: float) -> None:
-    """Integers, and an fp32 scale per output, or an fp16 scale and a byte of zero point per group."""
+    """Quantised weights are integers with scales.
+
+    There is one fp32 scale per output, or one fp16 scale and a byte of zero point per group.
+    """
     plan = dry_run(tmp_path, configs / "llama", configs / "head", "EAGLE3_ONE_MODEL", "--quantization", quantization)
     linears = LLAMA_LINEARS * per_element
-    if quantization == "int8":  # down alone has other than 4096 inputs
+    if quantization == "int8":  # only down does not have 4096 inputs
         linears = LLAMA_LINEARS + 32 * 4 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096)
     weights = plan["executables"]["target"]["weights"]
     assert weights["target"] == linears + LLAMA_REST * 2
@@ -182,7 +185,10 @@ def test_quantised_llama(configs: Path, tmp_path: Path, quantization: str, per_e
 
 @pytest.mark.parametrize("backend", ["aoti", "tensorrt"])
 def test_llama_in_fp8(configs: Path, tmp_path: Path, backend: str) -> None:
-    """A byte a weight, an fp32 scale per output, and one for the inputs of each of a layer's four matrices."""
+    """fp8 weights take one byte each and one fp32 scale per output.
+
+    The inputs of each of a layer's four matrices have one scale more.
+    """
     folder = tmp_path / "fp8"
     shutil.copytree(configs / "llama", folder)
     edit_config(folder, quantization_config=Fp8Kind("modelopt").config())
@@ -194,8 +200,10 @@ def test_llama_in_fp8(configs: Path, tmp_path: Path, backend: str) -> None:
 
 
 def test_llama_in_8_bits_in_groups(configs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A byte a weight and an fp16 scale for 32 of them; TensorRT has no such weights, and that is said before anything
-    is read."""
+    """A weight of 8 bits in groups has a byte each, and an fp16 scale for 32 of them.
+
+    TensorRT does not support such weights, and the build refuses them before it reads anything.
+    """
     folder = tmp_path / "int8"
     shutil.copytree(configs / "llama", folder)
     edit_config(folder, quantization_config=Kind("pack-quantized", 8, 32).config())
@@ -227,10 +235,13 @@ def test_qwen_and_a_draft_model(configs: Path, tmp_path: Path, backend: str) -> 
 
 
 def test_attention_of_tensorrts_own(configs: Path, tmp_path: Path) -> None:
-    """No plugin for it, and a cache of 8 whole sequences: 8192 tokens, and drafts of this step and the next."""
+    """TensorRT's own attention needs no plugin, and a cache of 8 whole sequences.
+
+    A sequence has 8192 tokens, and the drafts of this step and the next.
+    """
     options = ["--backend", "tensorrt", "--attention", "native"]
     plan = dry_run(tmp_path, configs / "qwen", configs / "small-qwen", "DRAFT_TARGET", *options)
-    tokens = 8192 + 2 * 3 + 2  # in whole eights
+    tokens = 8192 + 2 * 3 + 2  # a multiple of eight
     assert plan["memory"]["kv"] == 8 * tokens * (64 + 28) * 2 * 8 * 128 * 2
     for made in plan["executables"].values():
         assert "trtspec::SpecAttention" not in {plugin["name"] for plugin in made["plugins"]}
@@ -277,7 +288,7 @@ def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
 
 
 def test_no_memory_is_taken(configs: Path) -> None:
-    """66 GB of weights, 62 GB of KV: the process that plans them grows by less than 1 % of that."""
+    """Planning 66 GB of weights and 62 GB of KV makes the process grow by less than 1 % of that."""
     code = f"""
 import resource
 from trtspec.cli.main import main

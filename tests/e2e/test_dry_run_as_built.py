@@ -1,4 +1,4 @@
-"""`trtspec build --dry_run` against real engines: graphs, profiles and bytes are those of what is then built."""
+"""`trtspec build --dry_run` against real engines: the planned graphs, profiles and bytes are those of the build."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
 
 
 def test_draft_layers_beside_the_target(models: Path) -> None:
-    """Their graphs take its states, of three layers of 32, and are as many as the draft lengths that a schedule has,
-    and one for what is only read in."""
+    """Graphs of draft layers next to the target take its hidden states, of three layers of width 32.
+
+    There is one graph for each draft length of a schedule, and one for rows that only write draft KV.
+    """
     speculative = wanted(models, "eagle3_beside")
     assert speculative is not None
     scheduled = speculative.model_copy(update={"draft_len_schedule": {2: K, 8: 1}})
@@ -108,7 +110,7 @@ def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backe
         if backend == "aoti":
             unread = 13 * 8  # a head's target_ids: graphs read their distance, d2t
             assert sum(written.values()) == sum(made.weights.values()) + made.tables - unread
-        else:  # what is small is inside the graphs: norms, of 32 fp32; tables are folded with what follows them
+        else:  # small constants are inside the graphs: norms, of 32 fp32; tables are folded with what follows them
             norms = {"target": 7, "draft": 7}[role] + (4 if mode == "eagle3" else 0)
             weights = sum(size for name, size in written.items() if name.endswith(".weight"))
             assert weights == sum(made.weights.values()) - norms * 32 * 4
@@ -130,7 +132,7 @@ ON_A_GPU = {
 def test_graphs_for_a_gpu_are_as_planned(
     models: Path, tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which ones the compiler is asked for; it does nothing."""
+    """The compiler gets the planned graphs. Here it only records them."""
     asked = {}
 
     def compile_step(
@@ -173,7 +175,7 @@ def test_a_plan_complains_of_headers_as_a_build_would(
     [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform"), ("eagle3_beside", "ragged")],
 )
 def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
-    """What runs gives what was said, and the exported graph calls what was said."""
+    """The running graph returns the described outputs, and the exported graph calls the described ops."""
 
     def step_of(reads_weights: bool) -> Step:
         config = EngineConfig(dtype="float32", **LIMITS)

@@ -1,4 +1,4 @@
-"""DSpark drafts, cut where the draft doubts itself: what is verified changes, and no token does."""
+"""DSpark drafts, cut where the draft's confidence is low: other drafts are verified, and no token changes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(target: Path, draft: Path, **fields: Any) -> Run:
 
 
 def offered(found: Run) -> list[int]:
-    """Drafts of each request in each of its steps."""
+    """Number of drafts of each request in each of its steps."""
     return [emission.draft_len for step in found.steps for emission in step]
 
 
@@ -59,13 +59,16 @@ DRAFTS: dict[str, dict[str, Any]] = {
 def test_no_token_changes(
     tmp_path: Path, target: Path, plain: list[Outcome], name: str, threshold: float | None
 ) -> None:
-    """In a cache too small, prompts in chunks. Confidences of random weights lie on both sides of the threshold."""
+    """No draft changes a token, in a cache too small for all, with prompts in chunks.
+
+    Confidences of random weights lie on both sides of the threshold.
+    """
     found = run(
         target, make_dspark(tmp_path, target, (0, 2), MASK, **DRAFTS[name]), draft_confidence_threshold=threshold
     )
     assert found.outcomes == plain
     right = found.speculation.acceptance_per_position
-    assert all(0 < share < 1 for share in right[: None if threshold is None else 2])  # few are offered behind those
+    assert all(0 < share < 1 for share in right[: None if threshold is None else 2])  # few are offered after those
     if threshold is not None:
         assert {*offered(found)} == {*range(K + 1)}
 
@@ -74,7 +77,10 @@ def test_no_token_changes(
 def test_thresholds_that_cut_nothing_and_all(
     tmp_path: Path, target: Path, plain: list[Outcome], threshold: float, lens: set[int]
 ) -> None:
-    """But for requests at their end, which have no room for drafts."""
+    """A threshold of 0 cuts no drafts, and one of 1 cuts all.
+
+    Requests at their end are an exception: they have no room for drafts.
+    """
     found = run(target, make_dspark(tmp_path, target, (0, 2), MASK), draft_confidence_threshold=threshold)
     assert found.outcomes == plain
     assert lens <= {*offered(found)}
@@ -82,7 +88,7 @@ def test_thresholds_that_cut_nothing_and_all(
 
 
 def test_lengths_by_batch_size(tmp_path: Path, target: Path, plain: list[Outcome]) -> None:
-    """A block has the same rows, whatever the batch asks for."""
+    """Draft lengths by batch size change no token. A block has the same rows, whatever length the batch asks for."""
     draft = make_dspark(tmp_path, target, (0, 2), MASK, markov="rnn")
     fewer = run(target, draft, draft_len_schedule={3: K, 6: 2, 8: 1})
     assert fewer.outcomes == plain

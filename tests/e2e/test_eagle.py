@@ -18,20 +18,23 @@ CASES = draw_cases(30, seed=27, most_prompt=60)
 
 @pytest.fixture(scope="module")
 def make(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """See heads.maker."""
+    """(K, fields of the speculation, engine options) -> LLM with an EAGLE head; made by head_cases.maker."""
     head = make_eagle(tmp_path_factory.mktemp("eagle"), target)
     return maker(target, {"method": "eagle", "model": str(head)})
 
 
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[str], Reference]:
-    """dtype -> reference of CASES; computed when first asked for."""
+    """dtype -> the reference of CASES, computed when first asked for."""
     return functools.cache(lambda dtype: refer(target, lambda: inside(make, dtype=dtype), CASES, dtype=dtype))
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    """Every draft length works in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position, and requests end inside a draft.
+    """
     dtype = DTYPES[k % 2]
     with make(k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         run = assert_right(llm, reference(dtype), told=True)
@@ -45,7 +48,7 @@ def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference], dtype: str) -> None:
-    """Drawn with the target's noise; right now and then, in so small a vocabulary."""
+    """The head's own drafts, sampled with the target's noise, are right now and then in so small a vocabulary."""
     with make(3, dtype=dtype, max_batch_size=8, **TIGHT) as llm:
         run = assert_right(llm, reference(dtype), told=False)
         assert 0 < run.speculation.acceptance_per_position[0] < 1
@@ -53,7 +56,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference],
 
 @pytest.mark.parametrize("rows", [2, 7])
 def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
-    """The token after a chunk is the prompt's."""
+    """Prompts in chunks change no draft. The token after a chunk is the prompt's."""
     with make(3, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         run = assert_right(llm, reference("float32"), told=True)

@@ -1,7 +1,8 @@
 """EAGLE3 inside the target's graph: speculation changes no output, and each draft is made of the right draft KV.
 
-The reference for outputs is plain decoding of each request alone; that for drafts an engine that reads each prompt at
-once and never uses a draft (heads.log_plainly). Both are met bit for bit under all that an engine does to save work.
+The reference for outputs is plain decoding of each request alone. The reference for drafts is an engine that prefills
+each prompt at once and never uses a draft (head_cases.log_plainly). Both match bit for bit, with every optimisation of
+the engine.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ reference = eagle3_cases.reference
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int, dtype: str) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    """Every draft length works in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position, and requests end inside a draft.
+    """
     expected = reference(dtype)
     with make(k, dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         run = assert_lossless(llm, watch(llm, expected.answers, lie=0.3), expected)
@@ -63,7 +67,10 @@ def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference], dtype: str) -> None:
-    """Drawn with the target's noise from a vocabulary of its own; right now and then, in so small a vocabulary."""
+    """The head's own drafts are right now and then in so small a vocabulary.
+
+    They are sampled with the target's noise, from a vocabulary of the head's own.
+    """
     with make(K, dtype, max_batch_size=8, **TIGHT) as llm:
         run = assert_lossless(llm, watch(llm), reference(dtype))
         assert 0 < run.speculation.acceptance_per_position[0] < 1
@@ -75,7 +82,10 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference],
 
 @pytest.mark.parametrize("rows", range(1, 18))
 def test_every_chunk_size(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
-    """Chunks end before, at and behind the ends of blocks; the token after a chunk is the prompt's."""
+    """Every chunk size works: chunks end before, at and after the ends of blocks.
+
+    The token after a chunk is the prompt's.
+    """
     dtype = DTYPES[rows % 2]
     with make(K, dtype, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
@@ -98,7 +108,7 @@ def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], si
 
 
 def lengths_of(run: Run) -> dict[Request, set[int]]:
-    """How many drafts each request had verified at once, ever."""
+    """The draft lengths that each request ever had verified."""
     used: dict[Request, set[int]] = {}
     for emission in (e for step in run.steps for e in step if not e.is_context):
         used.setdefault(emission.request, set()).add(emission.draft_len)
@@ -124,7 +134,7 @@ def test_draft_length_by_batch_size(make: Make, reference: Callable[[str], Refer
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_draft_length_4_0_2_1(make: Make, reference: Callable[[str], Reference], dtype: str) -> None:
-    """Every step another K, for every request. Draft KV has no gap after the steps without drafts."""
+    """Every step has another K, for every request. After steps without drafts, draft KV has no gap."""
     expected = reference(dtype)
     with make(4, dtype, max_batch_size=6, **TIGHT) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
@@ -134,7 +144,7 @@ def test_draft_length_4_0_2_1(make: Make, reference: Callable[[str], Reference],
 
 
 def test_a_long_gap_without_drafts(make: Make, reference: Callable[[str], Reference]) -> None:
-    """The draft layers ran in every one of those steps."""
+    """The draft layers run in every step of a long gap without drafts."""
     expected = reference("float32")
     with make(K, max_batch_size=6, **ROOMY) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
@@ -166,7 +176,10 @@ def test_a_head_that_is_always_right_gives_k_plus_one_tokens_each_step(
 def test_every_kind_of_end_falls_inside_a_draft(
     make: Make, reference: Callable[[str], Reference], dtype: str, kind: str
 ) -> None:
-    """With a head that never lies nearly every step is accepted whole, so ends fall behind the first accepted draft."""
+    """Every kind of end falls inside a draft.
+
+    The head never lies, so nearly every step is accepted whole, and ends fall after the first accepted draft.
+    """
     reason = {"stop token": int, "stop string": str}.get(kind, type(None))
     expected = reference(dtype)
     chosen = [
@@ -177,7 +190,7 @@ def test_every_kind_of_end_falls_inside_a_draft(
     with make(MOST_K, dtype, max_batch_size=4, **TIGHT) as llm:
         watch(llm, [expected.answers[i] for i in chosen], lie=0.0)
         run = run_together(llm.engine, [CASES[i] for i in chosen])
-    assert run.cut_inside_draft() or kind == "length"  # drafts are never longer than what is still wanted
+    assert run.cut_inside_draft() or kind == "length"  # drafts are never longer than the remaining length
     assert first_difference(run.outcomes, [expected.outcomes[i] for i in chosen]) is None
 
 
@@ -188,7 +201,7 @@ SHORT = 29
 def test_drafting_stops_where_its_context_ends(
     target: Path, make: Make, reference: Callable[[str], Reference], tmp_path: Path, whose: str
 ) -> None:
-    """max_model_len, or the head's own max_position_embeddings, below the target's."""
+    """Drafting stops at max_model_len, or at the head's own max_position_embeddings, if it is below the target's."""
     expected = reference("float32")
     fields: dict[str, Any] = {"max_model_len": SHORT}
     if whose == "head":
@@ -197,7 +210,7 @@ def test_drafting_stops_where_its_context_ends(
     with make(K, "float32", fields, max_batch_size=8, **TIGHT) as llm:
         run = assert_lossless(llm, watch(llm, expected.answers), expected)
     known = {request: request.prompt_len for request in run.requests}
-    lengths = []  # of the sequences that drafts were made for
+    lengths = []  # lengths of the sequences that drafts were made for
     for emission in (e for step in run.steps for e in step):
         lengths += [known[emission.request]] * (emission.draft_len > 0)
         known[emission.request] += len(emission.tokens)
@@ -205,7 +218,7 @@ def test_drafting_stops_where_its_context_ends(
     assert max(lengths) == SHORT - K
 
 
-# -- what the graph hands on ---------------------------------------------------------------------------------------
+# -- outputs that the next step reads ------------------------------------------------------------------------------
 
 
 def test_what_a_step_hands_on_is_what_the_next_one_reads(make: Make, reference: Callable[[str], Reference]) -> None:
@@ -220,12 +233,15 @@ def test_what_a_step_hands_on_is_what_the_next_one_reads(make: Make, reference: 
     assert checker.checked > 200
 
 
-# -- when something goes wrong -------------------------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------------
 
 
 def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], Reference]) -> None:
-    """As if draft layers had missed a step: no drafts for that request, which counts; outputs are the same. Read in
-    again after it was preempted, it speculates again."""
+    """A request whose draft KV has a gap gets no drafts, which is counted, and the same output.
+
+    The gap is as if draft layers had missed a step. After preemption its tokens are prefilled again, and it speculates
+    again.
+    """
     expected = reference("float32")
     case, outcome = max(zip(CASES, expected.outcomes, strict=True), key=lambda pair: len(pair[1].token_ids))
     with make(K, max_batch_size=8, enable_prefix_caching=False, **ROOMY) as llm:
@@ -256,7 +272,7 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_bisected_launch_drafts_the_same(make: Make, reference: Callable[[str], Reference], after: bool) -> None:
-    """Some break the launch in the middle of others' lives: those are launched again in parts, drafts and all."""
+    """Requests that fail a launch do not change the drafts of others, whose launch is repeated in parts."""
     expected = reference("float32")
     doomed = {i: len(CASES[i].prompt) + 2 for i in range(0, len(CASES), 4) if len(expected.outcomes[i].token_ids) > 4}
     with make(K, max_batch_size=8, **TIGHT) as llm:
@@ -268,13 +284,13 @@ def test_a_bisected_launch_drafts_the_same(make: Make, reference: Callable[[str]
         kept = [i for i in range(len(CASES)) if i not in doomed]
         assert first_difference([run.outcomes[i] for i in kept], [expected.outcomes[i] for i in kept]) is None
         assert first_wrong_draft(head, seen, expected.told) is None
-        assert failing.failures > 2 * len(doomed) > 6  # in company first, then alone
+        assert failing.failures > 2 * len(doomed) > 6  # first with others, then alone
         assert_all_blocks_free(llm)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "midlayer.attention.qkv.weight", "norm.weight"])
 def test_a_head_full_of_nan_changes_no_output(make: Make, reference: Callable[[str], Reference], name: str) -> None:
-    """Whatever it drafts is an id, and is rejected unless it happens to be right."""
+    """A head full of NaN still drafts ids. They are rejected unless they happen to be right."""
     expected = reference("float32")
     with make(K, max_batch_size=8, **TIGHT) as llm:
         worker = step_of(llm).worker
@@ -286,7 +302,7 @@ def test_a_head_full_of_nan_changes_no_output(make: Make, reference: Callable[[s
 
 
 def test_aborts_harm_nobody(make: Make, reference: Callable[[str], Reference]) -> None:
-    """Every third request goes away in the middle; those that stay are given right drafts and right tokens."""
+    """Every third request is aborted in the middle. The others get right drafts and right tokens."""
     expected = reference("float32")
     with make(K, max_batch_size=8, **TIGHT) as llm:
         head = watch(llm, expected.answers)

@@ -23,8 +23,10 @@ SHARED = 10  # blocks of BASE, of 4
 
 @pytest.mark.parametrize(("dtype", "told"), [("float32", False), ("bfloat16", True)])
 def test_prefix_hits_of_every_block_count(target: Path, make: Make, dtype: str, told: bool) -> None:
-    """Draft KV of a position depends on the token after it, so the last block shared is computed again: what it holds
-    for its last row belongs to the other text."""
+    """Draft KV of a position depends on the token after it, so the last shared block is computed again.
+
+    The draft KV of its last row belongs to the other text.
+    """
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(BASE, params)]
     cases += [Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:5]], params) for n in range(SHARED + 1)]
@@ -48,7 +50,7 @@ def test_prefix_hits_of_every_block_count(target: Path, make: Make, dtype: str, 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_conversation_that_goes_on(target: Path, make: Make, dtype: str) -> None:
-    """Each prompt is all that was said before, and a little more: blocks that generation filled are found."""
+    """Each prompt is the conversation so far and a little more. Blocks that generation filled are found."""
     params = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
     cases, prompt = [], BASE[:9]
     with LLM(target, dtype=dtype, enable_prefix_caching=False, **ROOMY) as llm:
@@ -70,7 +72,7 @@ def test_a_conversation_that_goes_on(target: Path, make: Make, dtype: str) -> No
 
 
 def test_samples_of_one_prompt(target: Path, make: Make) -> None:
-    """They share the blocks of the prompt, draft KV and all, and go on each with its own seed."""
+    """Samples of one prompt share its blocks, including draft KV. Each goes on with its own seed."""
     cases = draw_cases(8, seed=9, most_prompt=40)
     seeds = [[sample_seed(c.params.seed or 0, i) for i in range(3)] for c in cases]
     single = [
@@ -89,7 +91,7 @@ def test_samples_of_one_prompt(target: Path, make: Make) -> None:
 
 
 def test_forced_acceptance(make: Make) -> None:
-    """2 drafts a step count as right whatever they are; the first token of a prompt is not forced."""
+    """2 drafts a step count as right, whatever they are. The first token after a prompt is not forced."""
     case = Case(BASE, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     with make(K, force_num_accepted_tokens=2, **ROOMY) as llm:
         run = run_together(llm.engine, [case])

@@ -1,7 +1,7 @@
-"""Compiled engines: the same words as eager, speculation that changes nothing, and folders that say what is wrong.
+"""Compiled engines have the same outcomes as eager, speculation changes nothing, and folders say what is wrong.
 
-One conformance suite for both backends: every mode is run on the same requests, packed in a small cache and one at a
-time, and compared with plain decoding on the same backend (bit for bit, in ids, text and reasons) and with eager.
+One conformance suite serves both backends. It runs the same requests in every mode, packed in a small cache and one at
+a time. Ids, text and reasons equal those of plain decoding on the same backend bit for bit, and those of eager.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LONG += [("draft", dtype) for dtype in DTYPES]
 def test_speculation_changes_nothing(
     engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], mode: str, dtype: str
 ) -> None:
-    """Compiled and packed against compiled, plain and alone: other graphs, other rows, the same bits."""
+    """Packed requests have the bits of compiled plain decoding of each alone, with other graphs and other rows."""
     llm = LLM(engine(mode, dtype), **TIGHT)
     assert isinstance(llm.engine.loop.target.inner, AotiExecutable)
     assert_speculation_changes_nothing(llm, plain("aoti", dtype), mode)
@@ -84,14 +84,16 @@ def test_a_draft_model_inside_the_graph(
 
 
 NEAR_TIE = 2.0
-"""Ulps of bf16. Three layers round some ten times on the way to a logit, in either direction."""
+"""In ulps of bf16. Three layers round some ten times on the way to a logit, in either direction."""
 
 
 def test_half_precision_differs_in_near_ties_at_most(
     plain: Callable[[str, str], list[Outcome]], models: Path, tmp_path: Path
 ) -> None:
-    """In bf16: the same ids, or a first difference that rounding explains. (Speculation changes no bit of either: see
-    test_speculation_changes_nothing and, for eager, test_lossless.) A model that is merely similar does not pass."""
+    """In bf16, ids equal eager's or first differ where rounding explains it. A model that is merely similar fails this.
+
+    Speculation changes no bit of either: test_speculation_changes_nothing and, for eager, test_lossless show that.
+    """
     ours = plain("eager", "bfloat16")
     eager = LLM(models / "target", dtype="bfloat16", num_kv_blocks=128, **LIMITS)
     gaps = first_gaps(eager.engine, CASES, ours, plain("aoti", "bfloat16"))
@@ -104,7 +106,7 @@ def test_half_precision_differs_in_near_ties_at_most(
 
 @pytest.mark.long
 def test_every_draft_length_had_its_graph(engine: Callable[[str, str], Path]) -> None:
-    """A schedule's values are graphs of their own, and a step runs the smallest that is long enough."""
+    """Each draft length of a schedule has graphs of its own. A step runs the smallest one that is long enough."""
     folder = engine("scheduled", "float32")
     llm = LLM(folder, **TIGHT)
     executable = llm.engine.loop.target.inner
@@ -123,7 +125,7 @@ def test_every_draft_length_had_its_graph(engine: Callable[[str, str], Path]) ->
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_uniform_graphs_give_the_bits_of_ragged_ones(engine: Callable[[str, str], Path], dtype: str) -> None:
-    """On batches that either takes; sampled rows with every filter and ban, KV included."""
+    """Uniform and ragged graphs return the same bits, KV included, for sampled rows with every filter and ban."""
     executable = LLM(engine("eagle3", dtype), **TIGHT).engine.loop.target.inner
     graphs = list(executable._graphs)
     for length in executable.compiled.draft_lens:
@@ -143,7 +145,7 @@ def test_uniform_graphs_give_the_bits_of_ragged_ones(engine: Callable[[str, str]
 
 @pytest.mark.long
 def test_hidden_states_are_those_of_eager(engine: Callable[[str, str], Path], models: Path, tmp_path: Path) -> None:
-    """SAVE_HIDDEN_STATES runs compiled, too."""
+    """SAVE_HIDDEN_STATES runs compiled, too, and saves the states of eager."""
     from safetensors.torch import load_file
 
     saved = {}
@@ -176,14 +178,14 @@ def test_the_folder_says_what_it_is(engine: Callable[[str, str], Path], models: 
 
 
 def test_a_moved_folder_runs_without_its_checkpoints(copy: Path) -> None:
-    """And verify, which hashes everything, is content with it."""
+    """A moved folder runs without its checkpoints. `trtspec verify`, which hashes every file, accepts it."""
     assert main(["verify", str(copy)]) == 0
     with LLM(copy, **TIGHT) as llm:
         assert llm.generate("abc", SamplingParams(max_tokens=4, seed=0), use_tqdm=False)[0].outputs[0].text
 
 
 def test_prompts_are_those_of_the_checkpoint(engine: Callable[[str, str], Path], models: Path) -> None:
-    """Tokenizer, special tokens and every chat template."""
+    """Tokenizer, special tokens and every chat template are those of the checkpoint."""
     ours, theirs = (Tokenizer.from_folder(folder) for folder in (engine("none", "float32"), models / "target"))
     assert ours is not None
     assert theirs is not None
@@ -295,7 +297,7 @@ def test_an_output_folder_that_is_taken_stays(
 
 
 def test_weights_may_lie_in_huge_pages(engine: Callable[[str, str], Path]) -> None:
-    """Linux gives none to shared mappings unless told to."""
+    """Weights may lie in huge pages. Linux uses none for shared mappings unless asked to."""
     maps = Path("/proc/self/smaps")
     if not hasattr(mmap, "MADV_HUGEPAGE") or not maps.is_file():
         pytest.skip("no Linux")
@@ -330,7 +332,7 @@ def test_profiles_tell_the_phases_of_compiled_steps(
         json.loads((tmp_path / "result.json").read_text())[name]["us_per_step"] for name in (model, against)
     )
     assert all(phases[name] > 0 for phases in (fused, plain) for name in ("inputs", "verify", "deliver", "host"))
-    assert fused["accept"] == fused["draft"] == plain["draft"] == 0  # fused: inside the graph
+    assert fused["accept"] == fused["draft"] == plain["draft"] == 0  # in the fused engine, both are inside the graph
     assert plain["accept"] > 0
     assert main(["bench", "decode", "--model", model, *SHAPE, "--profile"]) == 0
     assert "speculative" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What a build of a compiled engine makes, shows beforehand, and refuses."""
+"""Builds of compiled engines: what they make, what they show beforehand, and what they refuse."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ models = compiled_engines.models
 def test_quantised_weights_lose_nothing_to_speculation(
     models: Path, tmp_path: Path, kind: str, modes: list[str]
 ) -> None:
-    """Target and draft quantised: packed in a tight cache with drafts, the words of plain decoding alone, compiled and
-    eager."""
+    """With quantised target and draft, speculation returns the ids of plain decoding alone, both compiled and eager.
+
+    Requests are packed in a tight cache, with drafts.
+    """
     config = EngineConfig(dtype="float32", quantization=kind, **LIMITS)
     build_engine(models / "target", tmp_path / "none", None, config)
     alone = run_alone(LLM(tmp_path / "none", num_kv_blocks=128).engine, CASES)
@@ -91,7 +93,7 @@ def test_dry_run_shows_graphs_and_memory(models: Path, tmp_path: Path, capsys: p
 
 
 def test_weights_are_read_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several pieces at a time; a file that ends too early is refused."""
+    """Weights are read in several pieces at a time, without changes. A file that ends too early is refused."""
     file = tmp_path / "weights.safetensors"
     monkeypatch.setattr(weight_file, "_READ_AT_ONCE", 1000)
     tensors = {"a": torch.randn(70, 30), "b": torch.arange(7, dtype=torch.int8), "c": torch.randn(999).bfloat16()}

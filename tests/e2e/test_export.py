@@ -1,4 +1,4 @@
-"""A one-engine step exported once: the graph gives the eager step's bits for every batch the engine makes."""
+"""A one-engine step exported once: the graph returns the eager step's bits for every batch the engine makes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_graphs_call_only_our_ops_for_the_heavy_work(recorders: dict[str, Record
 
 
 def test_k_is_a_graph_of_its_own(recorders: dict[str, Recorder]) -> None:
-    """K' = 0 still runs the draft layers once over all rows, to keep their KV current, and drafts nothing."""
+    """K' = 0 has a graph of its own, which drafts nothing. It runs the draft layers once over all rows for their KV."""
     recorder = recorders["greedy"]
     inputs, before, outputs, _ = next(s for s in cases_of(recorder, True) if exportable(s[0], True))
     kv = copied(before)
@@ -55,7 +55,7 @@ def test_k_is_a_graph_of_its_own(recorders: dict[str, Recorder]) -> None:
 
 
 def test_every_draft_stays_in_the_draft_vocabulary(recorders: dict[str, Recorder]) -> None:
-    """So the graphs above really went through d2t."""
+    """Every draft is in the draft vocabulary, so the graphs above really used d2t."""
     drafted = torch.cat([s[2].proposal.draft_tokens.flatten() for s in cases_of(recorders["sampled"], False)])
     assert set(drafted.tolist()) <= set(DRAFT_IDS.tolist())
     assert drafted.max() < VOCAB

@@ -37,7 +37,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def make_engine(folder: Path, speculative: dict[str, Any] | None, draft: str | None = None) -> Path:
-    """What an engine folder says of itself; graphs and weights are not looked at."""
+    """Write an engine folder's description of itself. No graphs or weights: the command does not read them."""
     facts = {"executables": {}, "files": {}, "build_config": {"backend": "aoti"}, "machine": machine("aoti")}
     folder.mkdir()
     (folder / "target").mkdir()
@@ -75,7 +75,7 @@ def test_vllm_takes_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_heads_that_are_no_decoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Known by config.json, which has nothing of what a decoder's says."""
+    """Heads that are no decoder are recognised by config.json, although it has no field of a decoder's."""
     head = make_medusa(tmp_path, DEMO / "target", num_heads=1)
     spec = json.dumps({"model": str(head), "num_speculative_tokens": 1})
     status, out, _ = run(capsys, "--to", "vllm", "--spec", spec)
@@ -92,7 +92,7 @@ def test_what_is_written_is_read_back_by_us(capsys: pytest.CaptureFixture[str], 
     assert run(capsys, "--to", to, "--spec", json.dumps(NGRAM), "--output", str(file))[:2] == (0, "")
     read = yaml.safe_load(file.read_text())
     again = read_speculative_config(read["speculative_config"] if to == "tensorrt-llm" else read)
-    pool = {"is_public_pool": False} if to == "tensorrt-llm" else {}  # it always has one
+    pool = {"is_public_pool": False} if to == "tensorrt-llm" else {}  # TensorRT-LLM always has a pool
     assert again == SpeculativeConfig(**NGRAM, **pool)
 
 
@@ -128,7 +128,7 @@ def test_strict_writes_nothing_where_something_differs(capsys: pytest.CaptureFix
 
 
 def test_an_engine_names_the_checkpoint_that_its_draft_was(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its own draft folder holds weights that are packed for trtspec's kernels."""
+    """The export names the draft's checkpoint. The engine's draft folder has weights packed for trtspec's kernels."""
     stored = {"method": "eagle3", "one_engine": True, "model": HEAD, "num_speculative_tokens": 3}
     engine = make_engine(tmp_path / "engine", stored, HEAD)
     assert run(capsys, str(engine), "--to", "tensorrt-llm") == run(capsys, "--to", "tensorrt-llm", *EAGLE3)

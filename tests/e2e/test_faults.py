@@ -1,6 +1,6 @@
 """Nothing is lost: whatever happens to one request, the others' outputs are the same and every block comes back.
 
-A victim is submitted first and sabotaged; bystanders arrive while it runs. What they produce is compared with plain
+A victim is submitted first and sabotaged, and bystanders arrive while it runs. Their outputs are compared with plain
 decoding of each alone.
 """
 
@@ -38,18 +38,18 @@ from trtspec.text import TextStream
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[Outcome]:
-    """What each bystander gives alone."""
+    """The outcome of each bystander alone."""
     return alone(target, BYSTANDERS)
 
 
 @pytest.fixture
 def llm(target: Path, draft: Path) -> LLM:
-    """Drafts with a model, so that two caches must be kept in order."""
+    """An LLM with a draft model, so that there are two caches to keep in order."""
     return LLM(target, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}, **LIMITS)
 
 
 class LaunchFails:
-    """The target, failing whenever the poison is among the rows: before it has run, or after it has written KV."""
+    """The target, failing whenever the poison is in the rows. after: fail after KV was written, not before the run."""
 
     def __init__(self, inner: Executable, after: bool) -> None:
         self.inner = inner
@@ -101,7 +101,7 @@ def test_samples_of_a_prompt_that_breaks_the_launch_all_fail(launch_fails: LLM) 
 
 
 def poison_embedding(llm: LLM, token: int) -> None:
-    """Rows of this token, and those that see them, become NaN."""
+    """Make rows of this token NaN, and with them all rows that see them."""
     timed: Any = llm.engine.loop.target
     executable: EagerExecutable = timed.inner
     with torch.no_grad():
@@ -110,13 +110,13 @@ def poison_embedding(llm: LLM, token: int) -> None:
 
 @pytest.fixture
 def nan_for_poison(llm: LLM) -> LLM:
-    """A request with the poison has NaN in its KV and its logits."""
+    """An LLM in which a request with the poison has NaN in its KV and its logits."""
     poison_embedding(llm, POISON)
     return llm
 
 
 def test_nan_logits_of_one_request_do_not_reach_the_others(nan_for_poison: LLM, expected: list[Outcome]) -> None:
-    """Its blocks, full of NaN, are used again by them."""
+    """NaN logits of one request do not reach the others, although they reuse its blocks, which are full of NaN."""
     _, run = run_beside(nan_for_poison)
     assert run.outcomes == expected
 
@@ -133,7 +133,7 @@ def test_nan_logits_free_the_blocks(nan_for_poison: LLM) -> None:
 
 
 class TextFails(TextStream):
-    """Host code that raises at its `at`-th token, and again when it is asked to finish."""
+    """Host code that raises at its `at`-th token, and again when the text is finished."""
 
     def __init__(self, inner: TextStream, at: int) -> None:
         self.__dict__.update(inner.__dict__)
@@ -160,7 +160,7 @@ def break_text(at: int) -> Callable[[list[Request]], None]:
 
 @pytest.mark.parametrize("at", [1, 2, 7, 1000], ids="token {}".format)
 def test_host_code_that_raises_fails_its_request_alone(llm: LLM, expected: list[Outcome], at: int) -> None:
-    """1000: only when the text is finished."""
+    """Host code that raises fails its request alone. With 1000, it raises only when the text is finished."""
     (victim,), run = run_beside(llm, sabotage=break_text(at))
     assert (victim.finish_reason, str(victim.error), run.outcomes) == ("error", "broken detokenizer", expected)
 
@@ -197,7 +197,10 @@ def answers(victim_alone: Outcome, expected: list[Outcome]) -> list[list[int]]:
 def test_a_stop_string_across_tokens_ends_the_text_where_plain_decoding_does(
     target: Path, victim_alone: Outcome, expected: list[Outcome], boundary: str
 ) -> None:
-    """An oracle that never lies: the first token comes with the prompt, then K + 1 a step."""
+    """A stop string across tokens ends the text where plain decoding does, wherever a step ends.
+
+    The oracle never lies, so the first token comes with the prompt, and each step after it emits K + 1 tokens.
+    """
     second = {"between two steps": K + 2, "inside a draft": K + 3, "between draft and bonus": 2 * K + 2}[boundary]
     ids = victim_alone.token_ids
     stop = PIECES[ids[second - 1]][-1] + PIECES[ids[second]][0]
@@ -233,13 +236,16 @@ def test_max_seq_len_inside_a_draft(target: Path, answers: list[list[int]], vict
 
 
 def test_nan_behind_the_end_of_a_request_is_not_its_error(target: Path) -> None:
-    """A draft may run past the stop; plain decoding would never have computed the rows there."""
+    """NaN after the end of a request is not its error.
+
+    A draft may run past the stop, where plain decoding would not have computed any rows.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     with LLM(target) as plain:
         (outcome,) = run_alone(plain.engine, [Case([3, 4, 5], params)])
     stop = outcome.token_ids[2]
     llm = user_llm(target, LyingOracle([[3, 4, 5, *outcome.token_ids]], lie=0.0))
-    poison_embedding(llm, stop)  # the row of the stop token, and all behind it
+    poison_embedding(llm, stop)  # the row of the stop token, and all after it
     (request,) = run_together(
         llm.engine, [Case([3, 4, 5], dataclasses.replace(params, stop_token_ids=[stop]))]
     ).requests
@@ -260,7 +266,7 @@ def test_pressure_on_the_cache_changes_no_output(target: Path, draft: Path, expe
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_abort_frees_the_blocks_at_once(llm: LLM, steps: int) -> None:
-    (victim,) = llm.engine.add_request(VICTIM.prompt * 8, VICTIM.params)  # two steps to read the prompt in
+    (victim,) = llm.engine.add_request(VICTIM.prompt * 8, VICTIM.params)  # prefilled in two steps
     for _ in range(steps):
         llm.engine.step()
     llm.engine.abort(victim.request_id)
@@ -274,12 +280,12 @@ def test_abort_does_not_touch_the_others(llm: LLM, expected: list[Outcome], step
     assert run.outcomes == expected
 
 
-SAMPLES = Case(VICTIM.prompt * 8, dataclasses.replace(VICTIM.params, n=3))  # 72 ids: two steps to read them in
+SAMPLES = Case(VICTIM.prompt * 8, dataclasses.replace(VICTIM.params, n=3))  # 72 ids, prefilled in two steps
 
 
 @pytest.fixture(scope="module")
 def samples_alone(target: Path) -> list[Outcome]:
-    """What each of the samples gives with its own seed, alone."""
+    """The outcome of each sample with its own seed, alone."""
     seeds = [sample_seed(VICTIM.params.seed or 0, i) for i in range(3)]
     with LLM(target) as llm:
         return run_alone(
@@ -292,7 +298,7 @@ def samples_alone(target: Path) -> list[Outcome]:
 def test_abort_of_one_sample_leaves_the_other_samples_alone(
     llm: LLM, samples_alone: list[Outcome], steps: int, gone: int
 ) -> None:
-    """Before the shared prompt has been read in, while it is, and afterwards."""
+    """An abort of one sample before, during or after prefill of the shared prompt leaves the others alone."""
     samples = llm.engine.add_request(SAMPLES.prompt, SAMPLES.params)
     for _ in range(steps):
         llm.engine.step()

@@ -1,8 +1,10 @@
-"""Medusa heads and MLP speculators inside the target's graph: speculation changes no output, and each draft is made of
-the right state. Both have no KV of their own, so what they cost of the cache is nothing, prefix reuse included.
+"""Medusa heads and MLP speculators inside the target's graph: speculation changes no output.
 
-As in test_eagle3: outputs are those of plain decoding of each request alone, drafts those of an engine that reads each
-prompt at once and never uses a draft, bit for bit.
+Each draft is made of the right hidden state. These heads have no KV of their own, so they need no cache and do not
+change prefix reuse.
+
+As in test_eagle3, outputs equal plain decoding of each request alone, bit for bit. Drafts equal those of an engine that
+prefills each prompt at once and never uses a draft.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from trtspec.config.speculative import SpeculativeConfig
 METHODS = ("medusa", "mlp_speculator")
 K = 3
 MOST_K = 5
-DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)  # of Medusa's: 11 of the target's 16
+DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)  # ids of Medusa's drafts: 11 of the target's 16
 CASES = draw_cases(24, seed=41, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
@@ -63,7 +65,7 @@ def make(target: Path, folders: dict[str, Path]) -> Make:
 
 
 def plain(target: Path, cases: list[Case], dtype: str = "float32") -> tuple[list[Outcome], list[list[int]]]:
-    """Outcomes of each case alone without speculation; prompts and outputs."""
+    """Run each case alone without speculation. Returns their outcomes, and each prompt with its output."""
     with LLM(target, dtype=dtype, enable_prefix_caching=False, **ROOMY) as llm:
         outcomes = run_alone(llm.engine, cases)
     return outcomes, [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
@@ -71,7 +73,7 @@ def plain(target: Path, cases: list[Case], dtype: str = "float32") -> tuple[list
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """What must come out of CASES, and what drafts must be made of, by a head that knows the answers and lies."""
+    """The right outcomes of CASES, and the hidden states and drafts of a head that knows the answers and lies."""
 
     outcomes: list[Outcome]
     answers: list[list[int]]
@@ -80,7 +82,7 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def reference(target: Path, make: Make) -> Callable[[str, str], Reference]:
-    """(method, dtype) -> reference; computed when first asked for."""
+    """(method, dtype) -> reference, computed when first asked for."""
     decoded = functools.cache(lambda dtype: plain(target, CASES, dtype))
 
     def compute(method: str, dtype: str) -> Reference:
@@ -92,7 +94,7 @@ def reference(target: Path, make: Make) -> Callable[[str, str], Reference]:
 
 
 def assert_lossless(llm: LLM, expected: Reference) -> Run:
-    """All cases together: outputs, what drafts are made of, the blocks."""
+    """Check all cases, run together: outputs, the hidden states of drafts, and that all blocks are free in the end."""
     head = watch(llm, expected.answers)
     run, seen = run_watched(llm, CASES)
     assert run.outcomes == expected.outcomes
@@ -108,7 +110,10 @@ def assert_lossless(llm: LLM, expected: Reference) -> Run:
 def test_every_draft_length(
     make: Make, reference: Callable[[str, str], Reference], method: str, k: int, dtype: str
 ) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    """Every draft length works in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position, and requests end inside a draft.
+    """
     with make(method, k, dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         run = assert_lossless(llm, reference(method, dtype))
         acceptance = run.speculation.acceptance_per_position
@@ -124,7 +129,7 @@ def test_every_draft_length(
 def test_the_heads_own_drafts(
     make: Make, reference: Callable[[str, str], Reference], method: str, fields: dict[str, Any]
 ) -> None:
-    """Right now and then, in so small a vocabulary."""
+    """The heads' own drafts are right now and then in so small a vocabulary."""
     with make(method, fields=fields, max_batch_size=8, **TIGHT) as llm:
         run = run_together(llm.engine, CASES)
         assert run.outcomes == reference(method, "float32").outcomes
@@ -135,7 +140,7 @@ def test_the_heads_own_drafts(
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_of_prompts(make: Make, reference: Callable[[str, str], Reference], method: str, rows: int) -> None:
-    """The last row of a chunk is followed by a token of the prompt."""
+    """Prompts in chunks change no draft. The token after the last row of a chunk is the prompt's."""
     with make(method, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         assert_lossless(llm, reference(method, "float32"))
@@ -144,7 +149,7 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[str, str], Reference
 
 @pytest.mark.parametrize("method", METHODS)
 def test_draft_lengths_that_change(make: Make, reference: Callable[[str, str], Reference], method: str) -> None:
-    """Every step another K, and none now and then: no state is missing afterwards."""
+    """If every step has another K, and some have none, no hidden state is missing afterwards."""
     with make(method, 4, max_batch_size=6, **TIGHT) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
         proposer.draft_len = lambda scheduler: (4, 0, 2, 1)[engine.stats.steps % 4]  # type: ignore[method-assign]
@@ -154,7 +159,10 @@ def test_draft_lengths_that_change(make: Make, reference: Callable[[str, str], R
 
 @pytest.mark.parametrize("method", METHODS)
 def test_prefixes_are_shared_as_without_speculation(target: Path, make: Make, method: str) -> None:
-    """No draft KV depends on the token after it, so that the last block shared need not be computed again."""
+    """Prefixes are shared as without speculation.
+
+    No draft KV depends on the next token, so the last shared block need not be computed again.
+    """
     base = [1 + i * i % 14 for i in range(42)]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(base, params), *(Case([*base[: 4 * n], 15, 15 - n, *base[:5]], params) for n in range(0, 11, 2))]
@@ -178,7 +186,10 @@ def test_prefixes_are_shared_as_without_speculation(target: Path, make: Make, me
 def test_what_would_be_built(
     target: Path, folders: dict[str, Path], make: Make, tmp_path: Path, method: str, backend: str
 ) -> None:
-    """From config.json alone. The heads take nothing of the cache, so TensorRT's own attention will do at any K."""
+    """An engine is planned from config.json alone.
+
+    The heads need no cache, so TensorRT's own attention works at any K.
+    """
     bare = tmp_path / "bare"
     bare.mkdir()
     shutil.copyfile(folders[method] / "config.json", bare / "config.json")
@@ -194,14 +205,14 @@ def test_what_would_be_built(
     assert plan.missing == (f"draft model: no model.safetensors (or model.safetensors.index.json) in {bare}",)
     tensors = load_file(folders[method] / "model.safetensors")
     floats = [tensor for name, tensor in tensors.items() if name != "token_map" and not re.search(r"\.[34]\.", name)]
-    assert made.weights["head"] >= sum(tensor.nbytes for tensor in floats)  # of K of the heads; panels are padded
+    assert made.weights["head"] >= sum(tensor.nbytes for tensor in floats)  # K of the heads; panels are padded
 
 
 @pytest.mark.long
 def test_an_engine_of_heads(
     target: Path, folders: dict[str, Path], reference: Callable[[str, str], Reference], tmp_path: Path
 ) -> None:
-    """Compiled, it brings its heads, and decodes as the eager target does."""
+    """A compiled engine has its heads in its folder, and decodes as the eager target does."""
     speculation = SpeculativeConfig(model=str(folders["mlp_speculator"]), num_speculative_tokens=2)
     config = EngineConfig(max_batch_size=8, block_size=4, max_num_tokens=32)
     engine = build_engine(target, tmp_path / "engine", speculation, config)

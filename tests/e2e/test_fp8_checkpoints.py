@@ -1,6 +1,9 @@
-"""Whole engines on fp8 checkpoints: speculation changes nothing, op by op, compiled, on ONNX Runtime, and in TensorRT
-networks as the stand-in computes them. Inputs that are rounded to steps of a sixteenth make other bits of other
-backends' sums, so only weights in fp8 alone, with which nothing is rounded, give eager's ids there."""
+"""Whole engines on fp8 checkpoints: speculation changes nothing.
+
+The tests run op by op, compiled, on ONNX Runtime, and in TensorRT networks as the stand-in computes them. With inputs
+rounded to steps of a sixteenth, the sums of another backend have other bits. With weights alone in fp8 nothing is
+rounded, so only then do other backends return eager's ids.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ def built(folder: Path, output: Path, config: EngineConfig, models: Path, mode: 
 def test_speculation_changes_nothing(
     models: Path, checkpoints: dict[Fp8Kind, Path], kind: Fp8Kind, mode: str, dtype: str
 ) -> None:
-    """Greedy and sampled rows, packed with drafts in a tight cache, against plain decoding one at a time."""
+    """Packed requests with drafts in a tight cache, greedy and sampled, equal plain decoding one at a time."""
     alone = run_alone(LLM(checkpoints[kind], dtype=dtype, num_kv_blocks=128, **LIMITS).engine, CASES)
     run = packed(LLM(checkpoints[kind], speculation(mode, models), dtype=dtype, **LIMITS, **TIGHT))
     assert run.outcomes == alone
@@ -90,7 +93,7 @@ def test_a_compiled_engine(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_p
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_on_onnx_runtime(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind) -> None:
-    """Its operators for fp8; files hold a byte a weight."""
+    """ONNX Runtime's own operators for fp8 compute the engine. Its files hold one byte per weight."""
     output = built(checkpoints[kind], tmp_path / "engine", EngineConfig(backend="onnx", **LIMITS), models)
     alone = run_alone(LLM(output, num_kv_blocks=128).engine, CASES)
     assert packed(LLM(output, speculation("ngram", models), **TIGHT)).outcomes == alone
@@ -124,7 +127,10 @@ def test_a_network_of_tensorrts(
 def test_a_step_is_what_its_network_computes(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, dtype: str
 ) -> None:
-    """Rounded inputs, too: the same tokens, and keys and values within a sixteenth here and there."""
+    """With rounded inputs, too, the network returns the eager step's tokens.
+
+    Keys and values differ by up to a sixteenth here and there.
+    """
     eager = LLM(checkpoints[STATIC], dtype=dtype, **LIMITS, **TIGHT).engine.loop.target.inner
     output = built(checkpoints[STATIC], tmp_path / "engine", replace(CONFIG, dtype=dtype), models)
     network = list(trt.plans.values())[-1][0]

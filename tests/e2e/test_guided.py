@@ -1,4 +1,4 @@
-"""Texts of a given form: they have it, and speculation changes none of them."""
+"""Guided texts: each has the form that was asked for, and speculation changes none of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trtspec.verify.grammar import Guide
 
 pytest.importorskip("xgrammar", reason="pip install 'trtspec[guided]'")
 
-# Every character that JSON needs and pieces of several; id 0 ends a text.
+# Every character that JSON needs, and pieces of several characters. Id 0 ends a text.
 CHARACTERS = [chr(code) for code in range(32, 127)]
 PIECES = ["</s>", *CHARACTERS, '{"', '":', '",', '"}', "true", "null", "10", "é", "ab"]
 EOS, BLANK = 0, PIECES.index(" ")
@@ -78,7 +78,10 @@ def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 def jobs() -> tuple[list[str], list[SamplingParams], list[str]]:
-    """Prompts, params and what each is to be; whitespace is not wanted, or a random model writes nothing else."""
+    """Prompts, their parameters, and the form of each text.
+
+    Blanks have a bias against them: without it, a random model writes nothing else.
+    """
     prompts, params, forms = [], [], []
     for i in range(24):
         form = list(FORMS)[i % 4]
@@ -121,7 +124,7 @@ def plain(target: Path) -> list[tuple[str, list[Any]]]:
     for form, output in zip(forms, outputs, strict=True):
         for sample in output.outputs:
             assert sample.finish_reason == "stop", (form, sample)
-            assert max(sample.token_ids) < len(PIECES)  # no id that is no text
+            assert max(sample.token_ids) < len(PIECES)  # no id without a text
             check_form(form, sample.text)
     return told(outputs)
 
@@ -137,7 +140,10 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
 def test_speculation_changes_nothing(
     target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], mode: str, K: int
 ) -> None:
-    """In a cache that is too small for them: requests are preempted, and their guides stay where they were."""
+    """Speculation changes nothing in a cache too small for all.
+
+    Preempted requests keep the positions of their guides.
+    """
     prompts, params, _ = jobs()
     with LLM(target, speculation[mode] | {"num_speculative_tokens": K}, num_kv_blocks=41, **LIMITS) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -148,7 +154,7 @@ def test_speculation_changes_nothing(
 
 
 class Contrarian:
-    """Drafts what the grammar never allows, or what follows an end."""
+    """A drafter of tokens that the grammar never allows, or that come after an end."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         K = max(request.max_draft_len for request in requests)
@@ -156,7 +162,7 @@ class Contrarian:
         return Proposal(torch.tensor(rows), torch.tensor([request.max_draft_len for request in requests]))
 
     def forget(self, request_id: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no state to drop."""
 
 
 def test_drafts_that_are_forbidden_cost_time_and_change_nothing(target: Path, plain: list[Any]) -> None:
@@ -168,7 +174,10 @@ def test_drafts_that_are_forbidden_cost_time_and_change_nothing(target: Path, pl
 
 
 def test_other_requests_say_what_they_would_alone(target: Path) -> None:
-    """Beside guided ones; the text ends where its form does, though the model would go on."""
+    """Other requests return their usual text next to guided ones.
+
+    A guided text ends where its form does, although the model would go on.
+    """
     free = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     guided = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(regex="(ab){3}"))
     with LLM(target, **LIMITS) as llm:
@@ -193,7 +202,7 @@ def test_any_json_object(target: Path) -> None:
 
 
 def test_a_stop_token_ends_a_text_only_where_it_may_end(target: Path) -> None:
-    """However much the model wants it."""
+    """A stop token ends a text only where its form may end, however likely the token is."""
     stop = PIECES.index("!")
     params = SamplingParams(
         temperature=0.0, stop_token_ids=[stop], logit_bias={stop: 100.0}, structured_outputs=FORMS["regex"]
@@ -269,7 +278,7 @@ def test_samples_have_guides_of_their_own(target: Path) -> None:
 def test_engines_say_the_same(
     target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], backend: str, tmp_path: Path
 ) -> None:
-    """A graph that verifies and drafts takes masks as one of its inputs."""
+    """Compiled engines return the same texts. A graph that verifies and drafts has the masks as one of its inputs."""
     wanted = read_speculative_config(speculation["eagle3"] | {"num_speculative_tokens": 3})
     build_engine(target, tmp_path / "engine", wanted, EngineConfig(backend=backend, dtype="float32", **LIMITS))
     prompts, params, _ = jobs()

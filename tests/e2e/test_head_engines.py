@@ -1,5 +1,8 @@
-"""Draft layers beside the target as engines of AOTInductor's and of ONNX graphs: what eager drafts and says, and what
-graphs would misread; and EAGLE, which test_engine.py has not, inside the target's graph."""
+"""Draft layers next to the target, as engines of AOTInductor's graphs and of ONNX graphs.
+
+They make eager's drafts and outputs, and refuse inputs that graphs would misread. EAGLE inside the target's graph is
+here, too, because test_engine.py does not have it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.head_drafter import HeadDrafter
 from trtspec.sampling_params import RequestSampling
 
-pytestmark = pytest.mark.long  # three graphs each to compile
+pytestmark = pytest.mark.long  # each engine has three graphs to compile
 
 MODE = "eagle3_beside"
 WIDTH = 3 * 32  # three hidden states
@@ -49,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """backend, mode -> an engine folder, built when first asked for."""
+    """(backend, mode) -> an engine folder, built when first asked for."""
     folder = tmp_path_factory.mktemp("engines")
     return functools.cache(lambda backend, mode: build(models, folder / f"{backend}-{mode}", backend, mode, "float32"))
 
@@ -61,7 +64,7 @@ def engine(built: Callable[[str, str], Path], request: pytest.FixtureRequest) ->
 
 @pytest.fixture(scope="module")
 def plain(models: Path) -> list[Outcome]:
-    """What plain decoding gives for each case, one at a time."""
+    """The outcomes of plain decoding for CASES, one case at a time."""
     return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
 
 
@@ -70,7 +73,10 @@ def plain(models: Path) -> list[Outcome]:
 def test_the_words_and_drafts_are_those_of_eager(
     built: Callable[[str, str], Path], models: Path, plain: list[Outcome], backend: str, mode: str
 ) -> None:
-    """Also one at a time; prompts come in chunks, of which nothing is drafted."""
+    """Outcomes and accepted drafts are those of eager, packed and one at a time.
+
+    Prompts come in chunks, for which no drafts are made.
+    """
     assert_speculation_changes_nothing(LLM(built(backend, mode), **TIGHT), plain, mode)
     assert_words_are_those_of_eager(built(backend, mode), models, mode, plain)
 
@@ -95,7 +101,7 @@ def head_of(engine: Path) -> CompiledExecutable:
 
 
 def head_inputs(draft_len: int) -> StepInputs:
-    """Rows of two requests, 3 and 2."""
+    """Inputs with rows of two requests, 3 and 2."""
     attn = AttnMetadata.of([3, 2], [3, 6], [[1, 2], [3, 4]])
     greedy = RequestSampling(greedy=True, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
     spec = SpecMetadata.plain((0, 1), attn, SamplingTensors.of([greedy] * 2, [3, 6]), draft_len)
@@ -104,7 +110,7 @@ def head_inputs(draft_len: int) -> StepInputs:
 
 
 def test_a_graph_of_longer_chains_serves_shorter_ones(engine: Path) -> None:
-    """Drafts are the first of the longer chain's; none are made where none are asked for."""
+    """A graph of a longer chain serves a shorter one, with its first drafts. With 0 drafts requested, none are made."""
     head = head_of(engine)
     made = []
     for length in range(K + 1):

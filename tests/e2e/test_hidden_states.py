@@ -1,4 +1,4 @@
-"""SAVE_HIDDEN_STATES: what is in the files is what the target computed, and no finished request is lost unsaid."""
+"""SAVE_HIDDEN_STATES: files hold the states that the target computed, and lost finished requests are reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PROMPTS = [[(7 * i + j) % VOCAB for j in range(3 + 5 * i)] for i in range(7)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Five layers, so that the captured ones are neither the first nor the last."""
+    """A target of five layers, so that some layers are not captured, the last one among them."""
     folder = make_target(tmp_path_factory.mktemp("states"), num_hidden_layers=5, max_position_embeddings=512)
     add_tokenizer(folder)
     return folder
@@ -55,13 +55,13 @@ def save(model: Path, out: Path, write_interval: int = 3, layers: Sequence[int] 
 
 
 def saved(out: Path) -> list[States]:
-    """All requests of all shards, in order."""
+    """The states of all requests of all shards, in order."""
     readers = [ShardReader(path) for path in shards_of(out)]
     return [reader.rows(i, 0, length) for reader in readers for i, length in enumerate(reader.lengths)]
 
 
 def texts_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Prompt and output of every sample but its last token, which has no row."""
+    """Prompt and output of every sample without its last token, which has no row."""
     return sorted([*output.prompt_token_ids, *sample.token_ids][:-1] for output in outputs for sample in output.outputs)
 
 
@@ -69,7 +69,10 @@ def texts_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def test_saved_states_are_those_of_transformers(model: Path, tmp_path: Path) -> None:
-    """Chunked prompts, mixed batches, preemption, two samples of each prompt."""
+    """Saved states are those of transformers.
+
+    There are chunked prompts, mixed batches, preemption and two samples of each prompt.
+    """
     params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with save(model, tmp_path, layers=(*LAYERS, -1), **SMALL) as llm:
         outputs = llm.generate(PROMPTS, params)
@@ -254,7 +257,10 @@ def test_a_full_disk_costs_no_shard_and_no_text(
 
 
 def test_a_real_write_that_fails(model: Path, tmp_path: Path) -> None:
-    """A limit on the size of files stands for the full disk; the interpreter ends without shutdown()."""
+    """A write that really fails loses no shard. A limit on file sizes stands for the full disk.
+
+    The interpreter ends without shutdown().
+    """
     script = f"""
         import os, resource
         from trtspec import LLM, SamplingParams
@@ -289,7 +295,10 @@ def test_a_real_write_that_fails(model: Path, tmp_path: Path) -> None:
 
 
 def test_training_batches_from_shards_equal_those_from_text(model: Path, tmp_path: Path) -> None:
-    """Requests of one window each, so that a window has seen nothing before it, in either case."""
+    """Training batches from shards equal those from text.
+
+    Each request is one window long, so that a window has seen nothing before it, in either case.
+    """
     seq = 24
     params = [
         SamplingParams(temperature=1.0, seed=5, max_tokens=seq + 1 - len(p), ignore_eos=True) for p in PROMPTS[:4]

@@ -1,4 +1,7 @@
-"""What is said while an engine is loaded: each folder before it is read, with all that is read in the same go."""
+"""Messages while an engine is loaded: each folder is named before it is read.
+
+A message names all models that are read together.
+"""
 
 from __future__ import annotations
 

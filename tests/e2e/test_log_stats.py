@@ -1,4 +1,4 @@
-"""LLM's line of acceptance and throughput: when it comes, that its figures are the engine's, and what it never says."""
+"""LLM's log line of acceptance and throughput: when it comes, that its figures are the engine's, and no text in it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPTS = ["abcabc", "gefgef", "dd"]
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, list[float]]]:
-    """Figures by name of each line; several of what is told by position."""
+    """The figures of each line by name. Figures by draft position are several."""
     lines = [record.getMessage() for record in caplog.records if record.name == "trtspec.stats"]
     return [
         {found[1]: [float(one) for one in found[2].split() if one != "-"] for found in parts}
@@ -36,7 +36,10 @@ def test_an_llm_writes_nothing_unless_asked(target: Path, caplog: pytest.LogCapt
 
 
 def test_the_lines_add_up_to_what_the_engine_counts(target: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Here with a line a step, some of which have no drafts, or end a request within those that were accepted."""
+    """The lines add up to the engine's counts.
+
+    There is a line for each step. Some steps have no drafts, or end a request inside its accepted drafts.
+    """
     caplog.set_level(logging.INFO, "trtspec.stats")
     with LLM(target, NGRAM, disable_log_stats=False, max_batch_size=2) as llm:
         assert llm.engine.log is not None

@@ -1,4 +1,4 @@
-"""Log-probabilities of what was generated: those of transformers' logits, and the same bits under speculation."""
+"""Log-probabilities of generated tokens: those of transformers' logits, and the same bits under speculation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trtspec.modes import SpeculativeDecodingMode as M
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    """Two of three requests ask for logprobs, of 0 to 4 of the likeliest."""
+    """Models whose requests ask for logprobs, two of three of them. They ask for the 0 to 4 likeliest tokens."""
     made = Models(tmp_path_factory.mktemp("modes"))
     made.cases = [
         Case(case.prompt, dataclasses.replace(case.params, logprobs=i % 5 if i % 3 else None))
@@ -32,7 +32,7 @@ def oracle(models: Models) -> Any:
 
 
 def run(models: Models, mode: M, **options: Any) -> list[Any]:
-    """What each request was told."""
+    """The logprobs of each request; None if it did not ask."""
     with models.open(mode, 3, "eager", "target", **options) as llm:
         found = run_together(llm.engine, models.cases)
         assert options.get("num_kv_blocks", 0) > 30 or llm.engine.stats.preemptions
@@ -92,7 +92,10 @@ def test_prefix_reuse_changes_no_bit(models: Models) -> None:
 
 
 def test_what_callers_are_given(models: Models) -> None:
-    """Samples of one prompt; deltas and output say the same, and who did not ask is told nothing."""
+    """Samples of one prompt have their own logprobs, the same in deltas and outputs.
+
+    A request that asks for none gets none.
+    """
     params = SamplingParams(n=2, seed=3, max_tokens=9, logprobs=1, ignore_eos=True)
     with LLM(models.folder("target")) as llm:
         generation = llm.generate_async([1, 2, 3], params)
@@ -112,7 +115,7 @@ def _total(output: CompletionOutput) -> float:
 
 
 def test_they_are_of_the_model_not_of_what_is_drawn_from(models: Models) -> None:
-    """Whatever a request asks of the sampler, and of its logits."""
+    """Logprobs are those of the model, whatever a request asks of the sampler and of its logits."""
     asked = {"top_k": 1, "logit_bias": {3: 100.0}, "repetition_penalty": 1.5, "min_tokens": 2}
     with LLM(models.folder("target")) as llm:
         one = llm.generate([[1, 2, 3]], SamplingParams(logprobs=3, max_tokens=2, **asked), use_tqdm=False)[0].outputs[0]

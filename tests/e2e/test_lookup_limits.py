@@ -1,7 +1,7 @@
-"""Drafters that look tokens up, in an engine: what they are asked and what they answer up to the end of max_seq_len.
+"""Drafters that look tokens up, in an engine: requests for drafts and their answers up to the end of max_seq_len.
 
-Their answers are compared with the definitions of tests/unit, cut to what TensorRT-LLM says of n-gram drafts: a
-sequence of L tokens may have max_seq_len - 1 - L of them.
+Answers are compared with the definitions of tests/unit, cut to TensorRT-LLM's limit for n-gram drafts: a sequence of L
+tokens may have max_seq_len - 1 - L of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = [3, 4, 5, 6, 7, 3, 4, 5, 8, 9, 3, 4, 5]
 
 
 class Noted:
-    """A drafter whose questions and answers are kept."""
+    """A drafter that records the requests for drafts and its answers."""
 
     def __init__(self, inner: Drafter) -> None:
         self.inner = inner
@@ -46,7 +46,7 @@ class Noted:
 
 
 Lookup = Callable[[list[int], int], list[int]]
-"""(tokens, most drafts) -> drafts, asked in order of one request."""
+"""(tokens, most drafts) -> drafts. Calls are for one request, in order."""
 
 
 def pool(oldest: bool, keep_all: bool, public: bool) -> Callable[[], Lookup]:
@@ -76,7 +76,7 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[], Lookup]]] = {
 @pytest.mark.parametrize("limit", ["max_seq_len", "max_model_len", "max_tokens"])
 @pytest.mark.parametrize("way", WAYS)
 def test_drafts_end_where_the_sequence_does(target: Path, way: str, limit: str) -> None:
-    """Up to its last step, or to max_model_len, drafts are those of the definition, and no more than still fit."""
+    """Drafts are those of the definition up to the last step or to max_model_len, and never more than fit."""
     fields, begin = WAYS[way]
     more = 5 if limit == "max_model_len" else 0  # tokens of the request after the last draft
     most_tokens = None if limit == "max_seq_len" else MAX_SEQ_LEN + more - len(PROMPT)
@@ -104,7 +104,7 @@ def test_drafts_end_where_the_sequence_does(target: Path, way: str, limit: str) 
 
 
 def test_a_draft_that_would_reach_the_end_is_never_made(target: Path) -> None:
-    """With one token left there is nothing to guess: the last one comes from the target alone."""
+    """With one token left there is nothing to draft: it comes from the target alone."""
     fields, _ = WAYS["ngram, earliest"]
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     for max_tokens in range(1, 4):

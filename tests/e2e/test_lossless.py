@@ -1,8 +1,8 @@
-"""Speculation never changes what is generated: every mode, any batch, against plain decoding of each request alone.
+"""Speculation never changes the output: every mode, in any batch, against plain decoding of each request alone.
 
 The reference runs one request at a time in a large cache, without chunks. The engine under test gets the same requests
-a few at a time, with chunked prompts, a cache too small for all (so that requests are preempted and computed again),
-and stops that fall inside drafts. Ids, text and reasons must be the same, bit for bit, in fp32 and bf16.
+a few at a time. Prompts come in chunks, and stops fall inside drafts. The cache is too small for all requests, so they
+are preempted and computed again. Ids, text and reasons must be the same, bit for bit, in fp32 and bf16.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MODES: dict[str, dict[str, Any]] = {
     "auto": {"method": "auto"},
     "user": {"method": "custom_class"},
 }
-# 8 requests of up to 104 tokens in 40 blocks of 4: preemption. 8 * (K + 1) rows a step: long prompts come in chunks.
+# 8 requests of up to 104 tokens in 40 blocks of 4, so requests are preempted. 8 * (K + 1) rows a step, so long prompts
+# are prefilled in chunks.
 TIGHT = {"max_batch_size": 8, "max_num_tokens": 32, "num_kv_blocks": 41, "block_size": 4}
 
 
@@ -59,7 +60,7 @@ def plain(target: Path, dtype: str, cases: Sequence[Case]) -> list[Outcome]:
 
 
 def first_difference(got: Sequence[Outcome], want: Sequence[Outcome]) -> str | None:
-    """The first case that differs, in words; None if all are the same."""
+    """Describe the first case that differs. None if all are the same."""
     assert len(got) == len(want)
     return next(
         (f"case {i}: {a} instead of {b}" for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None
@@ -68,7 +69,7 @@ def first_difference(got: Sequence[Outcome], want: Sequence[Outcome]) -> str | N
 
 @dataclass(frozen=True)
 class Scenario:
-    """All cases run together in one mode."""
+    """All cases run together in one mode, with their expected outcomes."""
 
     run: Run
     llm: LLM
@@ -77,7 +78,7 @@ class Scenario:
 
 @pytest.fixture(scope="module")
 def reference(target: Path) -> Callable[[str], list[Outcome]]:
-    """dtype -> outcome of every case, alone and without speculation; computed when first asked for."""
+    """dtype -> the outcome of every case, alone and without speculation, computed when first asked for."""
     return functools.cache(lambda dtype: plain(target, dtype, CASES))
 
 
@@ -128,7 +129,10 @@ def test_every_block_came_back(scenario: Scenario) -> None:
 def test_every_kind_of_stop_falls_inside_a_draft(
     target: Path, reference: Callable[[str], list[Outcome]], dtype: str, kind: str
 ) -> None:
-    """An oracle that never lies has nearly every step accepted whole, so stops fall behind the first accepted draft."""
+    """Every kind of stop falls inside a draft.
+
+    The oracle never lies, so nearly every step is accepted whole, and stops fall after the first accepted draft.
+    """
     reason = {"stop token": int, "stop string": str, "end of sequence": type(None)}[kind]
     chosen = [i for i, o in enumerate(reference(dtype)) if o.finish_reason == "stop" and type(o.stop_reason) is reason]
     cases, expected = [CASES[i] for i in chosen], [reference(dtype)[i] for i in chosen]
@@ -145,7 +149,10 @@ ARCHS = (("llama31", "bfloat16"), ("mistral_swa", "bfloat16"), ("qwen3", "float3
 
 @pytest.mark.parametrize(("arch", "dtype"), ARCHS)
 def test_neighbours_of_very_different_length_do_not_matter(tmp_path: Path, arch: str, dtype: str) -> None:
-    """Contexts of 1 to 290 tokens in one batch: one or two KV tiles, windows passed many times, rope stretched."""
+    """Contexts of 1 to 290 tokens in one batch do not affect each other.
+
+    They fill one or two KV tiles, slide past their windows many times, and stretch rope.
+    """
     target = make_target(tmp_path, arch, max_position_embeddings=128 if arch == "llama_dynamic" else 512)
     draft = perturbed(target, noise=0.1)
     cases = draw_cases(16, seed=5, most_tokens=16)
@@ -158,7 +165,7 @@ def test_neighbours_of_very_different_length_do_not_matter(tmp_path: Path, arch:
 
 
 def test_samples_of_one_prompt_are_those_of_their_seeds(target: Path, draft: Path) -> None:
-    """n samples share prompt blocks and are drafted side by side; each is what its own seed gives alone."""
+    """n samples share prompt blocks and are drafted together. Each is the output of its own seed alone."""
     cases = draw_cases(10, seed=9)
     seeds = [[sample_seed(c.params.seed or 0, i) for i in range(3)] for c in cases]
     single = [
@@ -176,7 +183,7 @@ DRAFT_CONTEXT = 24
 
 @pytest.fixture(scope="module")
 def short_draft_run(target: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, list[Outcome]]:
-    """Requests that outgrow the draft's own max_position_embeddings, and what plain decoding gives for them."""
+    """A run of requests that outgrow the draft's own max_position_embeddings, and their outcomes by plain decoding."""
     draft = perturbed(target, noise=0.1, folder=tmp_path_factory.mktemp("short"))
     config = json.loads((draft / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps({**config, "max_position_embeddings": DRAFT_CONTEXT}))
@@ -197,7 +204,7 @@ def test_a_draft_with_a_shorter_context_drafts_exactly_as_far_as_it_reaches(
 ) -> None:
     run, _ = short_draft_run
     known = {request: request.prompt_len for request in run.requests}
-    lengths = []  # of the sequences that drafts were made for
+    lengths = []  # lengths of the sequences that drafts were made for
     for emission in (e for step in run.steps for e in step):
         lengths += [known[emission.request]] * (emission.draft_len > 0)
         known[emission.request] += len(emission.tokens)

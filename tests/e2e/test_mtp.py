@@ -1,9 +1,11 @@
-"""MTP layers of the target's own checkpoint, one for all drafts (inside the target and beside it), one for each, and
-fewer than drafts: speculation changes no output, and each draft is made of the right bits.
+"""MTP layers of the target's own checkpoint: speculation changes no output, and each draft is made of the right bits.
 
-The reference for outputs is plain decoding of each request alone; that for drafts an engine that reads each prompt at
-once and never uses a draft (heads.log_plainly): what a module keeps of the last step, and the rows that it computes
-again once their tokens are known, show there.
+There is one module for all drafts (inside the target or next to it), one module for each draft, or fewer modules than
+drafts.
+
+The reference for outputs is plain decoding of each request alone. The reference for drafts is an engine that prefills
+each prompt at once and never uses a draft (head_cases.log_plainly). Comparing with it tests the states that a module
+keeps of the last step, and the rows that it computes again once their tokens are known.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ CASES = [*draw_cases(16, seed=41, most_prompt=60), *SHORT]
 
 @dataclass(frozen=True)
 class Way:
-    """How many modules there are, how many drafts are made, and by what mode."""
+    """Number of modules, number of drafts, and the fields that choose the mode."""
 
     modules: int
     K: int
@@ -63,7 +65,7 @@ class Way:
 
     @property
     def inside(self) -> Way:
-        """Whose drafts these are to be."""
+        """The same with the modules inside the target, which makes the reference for the drafts."""
         return dataclasses.replace(self, one_engine=True)
 
 
@@ -83,7 +85,7 @@ AGAIN = tuple(way for way in WAYS if way.K > way.modules > 1)
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """MiMo-shaped, with so many modules."""
+    """Number of modules -> a target of MiMo's architecture with that many."""
 
     def make(modules: int) -> Path:
         folder = make_target(tmp_path_factory.mktemp("mimo"), "mimo", num_nextn_predict_layers=modules)
@@ -94,7 +96,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 def batch_of(way: Way) -> int:
-    """Requests that a step of TIGHT has rows for."""
+    """Number of requests that a step of TIGHT has rows for."""
     return min(8, TIGHT["max_num_tokens"] // (way.K + 1))
 
 
@@ -116,7 +118,7 @@ def make(targets: Callable[[int], Path]) -> Make:
 
 @pytest.fixture(scope="module")
 def reference(targets: Callable[[int], Path], make: Make) -> Callable[[Way], Reference]:
-    """Of CASES, by the head inside the target."""
+    """way -> the reference of CASES, computed with the modules inside the target."""
 
     @functools.cache
     def compute(way: Way) -> Reference:
@@ -127,7 +129,10 @@ def reference(targets: Callable[[int], Path], make: Make) -> Callable[[Way], Ref
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_drafts_right_and_wrong_at_every_place(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
-    """In a cache too small, prompts in chunks, requests that end inside a draft."""
+    """Drafts are right and wrong at every position, in a cache too small for all, with prompts in chunks.
+
+    Requests end inside a draft.
+    """
     with make(way, max_batch_size=batch_of(way), **TIGHT) as llm:
         assert llm.engine.loop.input_builder.mode.name == str(way).partition("-")[0]
         run = assert_right(llm, reference(way), told=True)
@@ -148,7 +153,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[Way], Reference],
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 17])
 @pytest.mark.parametrize("way", [*EACH, AGAIN[0]], ids=str)
 def test_chunks_of_prompts(make: Make, reference: Callable[[Way], Reference], way: Way, rows: int) -> None:
-    """Also of fewer rows than a module is deep."""
+    """Prompts in chunks change no draft, even in chunks with fewer rows than a module is deep."""
     with make(way, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         assert_right(llm, reference(way), told=rows % 2 == 0)
@@ -157,7 +162,7 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[Way], Reference], wa
 
 @pytest.mark.parametrize("way", [*EACH, *AGAIN], ids=str)
 def test_a_draft_length_for_every_step(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
-    """Modules that did not draft have read all rows nonetheless."""
+    """Every step may have another draft length: modules that did not draft have read all rows all the same."""
     with make(way, max_batch_size=min(batch_of(way), 6), **{**TIGHT, "num_kv_blocks": 60}) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
         proposer.draft_len = lambda scheduler: (way.K, 0, 1, 2)[engine.stats.steps % 4]  # type: ignore[method-assign]
@@ -170,8 +175,10 @@ BASE = [1 + i * i % 14 for i in range(42)]
 @pytest.mark.parametrize("rows", [None, 1, 3])
 @pytest.mark.parametrize("way", [WAYS[1], *EACH, AGAIN[0]], ids=str)
 def test_shared_prefixes(targets: Callable[[int], Path], make: Make, way: Way, rows: int | None) -> None:
-    """Requests take over each other's blocks, at rest and in use, and read what is left in chunks of few rows: what is
-    made of drafts must not come to stand in a shared block."""
+    """Requests reuse each other's blocks, free or in use, and prefill the rest in chunks of few rows.
+
+    Results that depend on drafts must never be in a shared block.
+    """
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(BASE, params), *(Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:9]], params) for n in range(2, 11, 2))]
     cases += [Case(BASE[:n], params) for n in (21, 22, 23, 24, 41)]
@@ -184,8 +191,11 @@ def test_shared_prefixes(targets: Callable[[int], Path], make: Make, way: Way, r
 
 
 def test_rows_that_wait_for_tokens_are_not_found(targets: Callable[[int], Path], make: Make) -> None:
-    """One request goes away between two chunks, at the end of a block; another reads the same prompt in by itself; a
-    third takes over blocks of both."""
+    """Rows that wait for tokens are not found by other requests.
+
+    One request is aborted between two chunks, at the end of a block. Another one prefills the same prompt without
+    reuse. A third reuses blocks of both.
+    """
     way, case = Way(3, 3, vanilla=True), Case(BASE, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))
     expected = refer(targets(3), lambda: make(way, **PLAIN), [case] * 3)
     with make(way, max_batch_size=2, **{**ROOMY, "max_num_tokens": 8}) as llm:
@@ -206,7 +216,7 @@ def test_rows_that_wait_for_tokens_are_not_found(targets: Callable[[int], Path],
 
 @pytest.mark.parametrize("way", EACH, ids=str)
 def test_samples_of_one_prompt(targets: Callable[[int], Path], make: Make, way: Way) -> None:
-    """They share blocks of the prompt as far as these depend on nothing else, and go on each with its own seed."""
+    """Samples of one prompt share its blocks as far as these depend on nothing else. Each goes on with its own seed."""
     params = SamplingParams(temperature=1.0, seed=8, max_tokens=7, ignore_eos=True)
     cases = [*draw_cases(5, seed=9, most_prompt=40), *(Case(BASE[:n], params) for n in (1, 8, 9, 10, 11, 12, 13))]
     single = [
@@ -221,7 +231,7 @@ def test_samples_of_one_prompt(targets: Callable[[int], Path], make: Make, way: 
 
 
 def drafts_of(llm: LLM) -> tuple[dict[Place, int], list[Outcome]]:
-    """What requests were given to verify."""
+    """Return the drafts that requests were given to verify, and the outcomes."""
     run, seen = run_watched(llm, CASES)
     return seen.given, run.outcomes
 
@@ -248,7 +258,10 @@ def test_one_module_inside_the_target_and_beside_it_draft_the_same(make: Make, k
 
 
 def test_the_module_beside_the_target_is_the_first_of_several(make: Make) -> None:
-    """If asked for by name; otherwise several modules make a draft each."""
+    """The module next to the target is the first of several, if the mode is MTP_EAGLE.
+
+    Otherwise several modules make one draft each.
+    """
     with make(Way(2, 2, vanilla=True), **PLAIN) as llm:
         each = log_plainly(llm, watch(llm), CASES)
     with make(Way(2, 2, one_engine=False), max_batch_size=4, **ROOMY) as llm:
@@ -261,7 +274,10 @@ def test_the_module_beside_the_target_is_the_first_of_several(make: Make) -> Non
 
 @pytest.mark.parametrize("way", [WAYS[2], EACH[0]], ids=str)
 def test_modules_are_quantised_as_the_target_is(targets: Callable[[int], Path], make: Make, way: Way) -> None:
-    """Unless speculation says otherwise; the lm_head is the target's, and is not."""
+    """Modules are quantised as the target is, unless speculation says otherwise.
+
+    The lm_head, which is the target's, is not.
+    """
     with LLM(targets(way.modules), quantization="int8", enable_prefix_caching=False, **ROOMY) as llm:
         outcomes = run_alone(llm.engine, CASES)
     with make(way, quantization="int8", max_batch_size=8, **TIGHT) as llm:
@@ -286,7 +302,10 @@ def test_tensorrt_runs_one_module(targets: Callable[[int], Path]) -> None:
 def test_onnx_graphs_keep_what_modules_put_out_in_the_caches_own_memory(
     targets: Callable[[int], Path], make: Make, tmp_path: Path
 ) -> None:
-    """They change no tensor: new states of a cache are outputs, for which the runtime has the cache's memory."""
+    """ONNX graphs write the modules' states into the cache's own memory.
+
+    Graphs change no tensor. The new states of a cache are outputs, and the runtime writes them to the cache's memory.
+    """
     way = EACH[1]
     limits: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "block_size": 4}
     wanted = SpeculativeConfig(method="mtp", vanilla=True, num_speculative_tokens=way.K)

@@ -1,4 +1,4 @@
-"""MTP layers from a checkpoint of their own: they draft what the same layers inside the target's checkpoint draft."""
+"""MTP layers from a checkpoint of their own make the same drafts as the same layers inside the target's checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Folders:
-    """A MiMo with two modules (one: for modes that run one), the same without, and its modules alone."""
+    """A MiMo with modules, the same without modules, and its modules alone.
+
+    There are two modules, or one for the modes that run one.
+    """
 
     def __init__(self, root: Path, modules: int) -> None:
         self.whole = make_target(root, "mimo", "whole", num_nextn_predict_layers=modules)
@@ -60,7 +63,10 @@ def mtp(model: Path | None, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("own", ["alone", "whole"])
 @pytest.mark.parametrize("mode", WAYS)
 def test_drafts_are_those_of_layers_inside(folders: Callable[[int], Folders], mode: str, own: str) -> None:
-    """The target's checkpoint has none, or the folder is another one with all of its weights."""
+    """Drafts are those of layers inside the target's checkpoint.
+
+    The target has no modules. The other folder has the modules alone, or all weights of a model.
+    """
     found, fields, seen = folders(2 if mode == "MTP" else 1), WAYS[mode], []
     for target, model in ((found.whole, None), (found.bare, getattr(found, own))):
         with LLM(target, mtp(model, **fields), max_batch_size=4, **ROOMY) as llm:
@@ -72,7 +78,7 @@ def test_drafts_are_those_of_layers_inside(folders: Callable[[int], Folders], mo
 
 
 def test_lossless(folders: Callable[[int], Folders]) -> None:
-    """In a cache too small, right and wrong at every place."""
+    """Speculation changes nothing in a cache too small for all, with drafts right and wrong at every position."""
     found = folders(2)
 
     def make(**options: Any) -> LLM:
@@ -93,7 +99,7 @@ def test_what_a_folder_is_says_the_method(folders: Callable[[int], Folders]) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["MTP_EAGLE_ONE_MODEL", "MTP_EAGLE"])
 def test_an_engine_has_all_it_needs(folders: Callable[[int], Folders], tmp_path: Path, mode: str) -> None:
-    """Also where the folders that it was built from are gone."""
+    """An engine has all it needs, even when the folders that it was built from are gone."""
     found, limits = folders(1), {"max_batch_size": 4, "max_num_tokens": 32, "block_size": 4}
     gone = [Path(shutil.copytree(one, tmp_path / one.name)) for one in (found.bare, found.alone)]
     fields = {**WAYS[mode], "num_speculative_tokens": 2}

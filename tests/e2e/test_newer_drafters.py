@@ -1,8 +1,10 @@
-"""Drafters of vLLM's newer runner (tests/models/newer_heads.py) in whole engines: an assistant of queries alone over
-the target's KV, in the place of an MLP speculator, and modules of two KV groups in that of MiMo's.
+"""Drafters of vLLM's newer runner (tests/models/newer_heads.py) in whole engines.
 
-Outputs are those of plain decoding of each request alone, drafts those of an engine that reads each prompt at once and
-never uses a draft, bit for bit.
+One is an assistant that has only queries and reads the target's KV; it replaces an MLP speculator. The other is a set
+of modules with two KV groups; it replaces MiMo's modules.
+
+Outputs are those of plain decoding of each request alone, bit for bit. Drafts are those of an engine that prefills each
+prompt at once and never uses a draft.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ DRAFTERS = ("assistant", "modules")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """assistant, its target, with an MLP speculator; modules, another with modules."""
+    """A folder with two targets, `assistant` and `modules`, and `speculator`, an MLP speculator for `assistant`."""
     folder = tmp_path_factory.mktemp("newer")
     add_tokenizer(make_target(folder, "qwen2", name="assistant", **WINDOWED))
     add_tokenizer(make_target(folder, "mimo", name="modules", num_nextn_predict_layers=K))
@@ -45,8 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def make(folder: Path) -> Make:
-    """(drafter, engine options) -> LLM that drafts with it. Each launch is checked to leave the target's KV as plain
-    decoding does."""
+    """(drafter, engine options) -> LLM that drafts with it.
+
+    Each launch is checked to leave the target's KV as plain decoding does.
+    """
 
     def make(drafter: str, **options: Any) -> LLM:
         own: dict[str, Any] = {"method": "mlp_speculator", "model": str(folder / "speculator")}
@@ -70,7 +74,7 @@ def make(folder: Path) -> Make:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path, make: Make) -> Callable[[str], Reference]:
-    """Computed when first asked for."""
+    """drafter -> its reference, computed when first asked for."""
     return functools.cache(lambda drafter: refer(folder / drafter, lambda: make(drafter, **PLAIN), CASES))
 
 
@@ -79,7 +83,10 @@ def reference(folder: Path, make: Make) -> Callable[[str], Reference]:
 def test_speculation_changes_nothing(
     make: Make, reference: Callable[[str], Reference], drafter: str, told: bool
 ) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place."""
+    """Speculation changes nothing in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position.
+    """
     with make(drafter, max_batch_size=6, **TIGHT) as llm:
         rows = chunks_of(llm, 5)
         run = assert_right(llm, reference(drafter), told)

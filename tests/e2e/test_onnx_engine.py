@@ -1,4 +1,4 @@
-"""Engines of ONNX graphs on ONNX Runtime: the conformance suite in fp32, quantised weights, and what is in a folder."""
+"""Engines of ONNX graphs on ONNX Runtime: the conformance suite in fp32, quantised weights, and the engine folder."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
 
 @pytest.fixture(scope="module")
 def plain(engine: Callable[[str], Path], models: Path) -> Callable[[str], list[Outcome]]:
-    """backend -> what plain decoding gives for each case, one at a time."""
+    """backend -> the outcomes of plain decoding for CASES, one case at a time."""
 
     @functools.cache
     def outcomes(backend: str) -> list[Outcome]:
@@ -91,7 +91,7 @@ def test_a_draft_model_inside_the_graph(
 
 @pytest.mark.long
 def test_a_schedule_of_draft_lengths(models: Path, tmp_path: Path, plain: Callable[[str], list[Outcome]]) -> None:
-    """Graphs for K, 1 and 0, whose constants share one file and some of their names."""
+    """A schedule has graphs for K, 1 and 0. Their constants share one file and some names."""
     folder = build(models, tmp_path / "engine", "onnx", "eagle3", "float32", schedule=True)
     assert_words_are_those_of_eager(folder, models, "eagle3", plain("eager"), schedule=True)
 
@@ -106,7 +106,7 @@ def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> No
 
 
 def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models: Path) -> None:
-    """SAVE_HIDDEN_STATES."""
+    """SAVE_HIDDEN_STATES saves the states of eager."""
     saved = {}
     for backend in ("onnx", "eager"):
         shutil.rmtree(models / "saved", ignore_errors=True)
@@ -124,7 +124,10 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models:
 
 
 def test_no_cache_is_copied(engine: Callable[[str], Path]) -> None:
-    """A draft layer that runs K times writes its cache as often: every state of it is in the cache's own memory."""
+    """No cache is copied: each state of a cache is in the cache's own memory.
+
+    A draft layer that runs K times writes its cache K times.
+    """
     folder = engine("eagle3")
     llm = LLM(folder, **TIGHT)
     executable = llm.engine.loop.target.inner
@@ -141,7 +144,10 @@ def test_no_cache_is_copied(engine: Callable[[str], Path]) -> None:
 
 
 def test_threads_do_not_spin_between_steps(engine: Callable[[str], Path]) -> None:
-    """Each graph has its own; on two cores, two threads that spin made a step take twice as long."""
+    """Each graph has its own threads, which do not spin.
+
+    On two cores, two threads that spin made a step take twice as long.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -169,8 +175,11 @@ def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: P
 
 @pytest.mark.parametrize("kind", [Kind("pack-quantized", 8, 32), Kind("gptq", 8, 64)], ids=str)
 def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
-    """Of a checkpoint: logprobs are eager's, but in rows where a number of x is a tie and rounds the other way. (With
-    blocks that are not the groups all would be off, by 0.03 on average.)"""
+    """Logprobs of a checkpoint with 8-bit weights in groups are eager's, except in rows with a tie.
+
+    A number of x may be a tie that rounds the other way. If blocks were not the groups, all rows would be off, by 0.03
+    on average.
+    """
     sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     folder, _ = quantised(make_checkpoint(tmp_path, "qwen3", initializer_range=0.1, **sizes), tmp_path, kind)
     build_engine(folder, tmp_path / "engine", None, EngineConfig(backend="onnx", dtype="float32", **LIMITS))
@@ -188,7 +197,7 @@ def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_onnx_finds_nothing_wrong_with_the_graphs(engine: Callable[[str], Path], mode: str) -> None:
-    """With and without bodies of our ops; weights are in one file, which all graphs refer to."""
+    """Graphs pass ONNX's checks with and without bodies of our ops. All graphs refer to the same file of weights."""
     for facts in json.loads((engine(mode) / "config.json").read_text())["executables"].values():
         assert all(graph["file"].endswith(".onnx") for graph in facts["graphs"])
     for file in engine(mode).rglob("*.onnx"):
@@ -230,7 +239,7 @@ def test_a_damaged_graph_is_named(engine: Callable[[str], Path], tmp_path: Path)
 
 
 def test_files_may_be_links(engine: Callable[[str], Path], tmp_path: Path) -> None:
-    """As in a download cache: names lead to files of other names in another folder."""
+    """Files may be links, as in a download cache: names link to files of other names in another folder."""
     folder = shutil.copytree(engine("none"), tmp_path / "snapshot")
     (tmp_path / "blobs").mkdir()
     for i, file in enumerate(sorted(file for file in folder.rglob("*") if file.is_file())):

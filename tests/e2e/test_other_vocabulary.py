@@ -1,7 +1,7 @@
 """A draft model with a vocabulary of its own: its ids are translated both ways, and change no output.
 
-Drafts here are made of the target's weights, row by row of another vocabulary, so that they are right exactly as far as
-they are translated right.
+Drafts are the target's weights, with rows in the order of another vocabulary. So they are right exactly as far as the
+translation is right.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ FOREIGN = ("<unk>", "zz", "\u2581y", "q")  # pieces that the target does not hav
 
 
 def respell(model: Path, pieces: Sequence[str], padding: int = 0) -> None:
-    """Gives a copy of the target (or of it with noise) the vocabulary `pieces`, blanks as sentencepiece writes them,
-    and `padding` ids more. Rows of pieces that the target does not have are noise."""
+    """Give a copy of the target (or of it with noise) the vocabulary `pieces`, and `padding` more ids.
+
+    Blanks are written as sentencepiece writes them. Rows of pieces that the target does not have are noise.
+    """
     rows = [PIECES.index(piece) if piece in PIECES else -1 for piece in pieces] + [-1] * padding
     generator = torch.Generator().manual_seed(3)
 
@@ -62,7 +64,7 @@ def with_draft(model: Path, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def permuted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target itself, its ids in another order."""
+    """The target itself, with its ids in another order."""
     model = tmp_path_factory.mktemp("permuted") / "draft"
     shutil.copytree(target, model)
     respell(model, [PIECES[token] for token in ORDER])
@@ -71,7 +73,10 @@ def permuted(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def other(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise, without two of its tokens, with four that it does not have and five that nobody has."""
+    """The target with noise and another vocabulary.
+
+    It lacks two of the target's tokens, and has four tokens that the target does not have, and five ids without tokens.
+    """
     model = perturbed(target, noise=0.05, folder=tmp_path_factory.mktemp("other"))
     kept = [PIECES[token] for token in ORDER if token not in (3, 12)]
     respell(model, [*FOREIGN[:2], *kept, *FOREIGN[2:]], padding=5)
@@ -81,7 +86,10 @@ def other(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("how", [None, "greedy"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_outcomes_are_those_of_plain_decoding(target: Path, other: Path, dtype: str, how: str | None) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place."""
+    """Outcomes are those of plain decoding, in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position.
+    """
     with LLM(target, dtype=dtype, num_kv_blocks=512) as llm:
         expected = run_alone(llm.engine, CASES)
     with LLM(target, with_draft(other, draft_sample_method=how), dtype=dtype, **TIGHT) as llm:
@@ -90,14 +98,17 @@ def test_outcomes_are_those_of_plain_decoding(target: Path, other: Path, dtype: 
         acceptance = run.speculation.acceptance_per_position
         assert len(acceptance) == K
         assert all(0 < share < 1 for share in acceptance), acceptance
-        assert acceptance[0] > 0.25  # of 16 ids: translated wrong, it would be right one time of 16
+        assert acceptance[0] > 0.25  # of 16 ids: a wrong translation would be right one time of 16
         assert llm.engine.loop.scheduler.num_preemptions > 0
         assert run.num_mixed_steps > 0
         assert_all_blocks_free(llm)
 
 
 def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_each_step(target: Path, permuted: Path) -> None:
-    """At temperature 1: it draws with the noise of the ids that its own stand for."""
+    """A draft that is the target emits K + 1 tokens each step, at temperature 1.
+
+    It samples with the noise of the target ids that its own ids stand for.
+    """
     params = SamplingParams(temperature=1.0, max_tokens=1 + 5 * (K + 1), ignore_eos=True)
     cases = [dataclasses.replace(case, params=dataclasses.replace(params, seed=i)) for i, case in enumerate(CASES[:12])]
     with LLM(target, with_draft(permuted), max_batch_size=4, max_num_tokens=32) as llm:
@@ -108,7 +119,10 @@ def test_a_draft_that_is_the_target_gives_k_plus_one_tokens_each_step(target: Pa
 
 
 def test_only_common_tokens_are_drafted(target: Path, other: Path) -> None:
-    """Others cannot be: neither what the target does not have, nor, in ids of the target, what the draft does not."""
+    """Only common tokens are drafted.
+
+    The target does not have some of the draft's tokens, and the draft does not have some of the target's.
+    """
     drafted: set[int] = set()
     with LLM(target, with_draft(other), **TIGHT) as llm:
         drafter = llm.engine.loop.proposer.drafter
@@ -122,7 +136,7 @@ def test_only_common_tokens_are_drafted(target: Path, other: Path) -> None:
 
 
 def test_banned_tokens_are_the_targets(target: Path, permuted: Path) -> None:
-    """min_tokens bans ids of the target that end a text: with a draft that is the target, no draft is lost to that."""
+    """min_tokens bans the target's ids that end a text. With a draft that is the target, no draft is lost to this."""
     params = SamplingParams(temperature=1.0, max_tokens=13, min_tokens=13, stop_token_ids=[1, 2, 4, 9])
     cases = [dataclasses.replace(case, params=dataclasses.replace(params, seed=i)) for i, case in enumerate(CASES[:12])]
     with LLM(target, with_draft(permuted), max_batch_size=4, max_num_tokens=32) as llm:
@@ -134,7 +148,7 @@ def test_banned_tokens_are_the_targets(target: Path, permuted: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_a_built_engine_holds_the_translation(target: Path, other: Path, tmp_path: Path, backend: str) -> None:
-    """Without the draft's tokenizer: ids and drafts are eager's."""
+    """A built engine holds the translation and needs no tokenizer of the draft. Its ids and drafts are eager's."""
     limits = {name: TIGHT[name] for name in ("max_batch_size", "max_num_tokens", "block_size")}
     speculation = read_speculative_config(with_draft(other))
     folder = tmp_path / "engine"

@@ -1,4 +1,4 @@
-"""The loop with a step in flight gives what the loop gives that waits for every step."""
+"""The loop with a step in flight has the outcomes of the loop that waits for every step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 48}
 
 
 class Failing:
-    """Fails one launch when it is told to, and every launch of a request that is marked."""
+    """A hook that fails the next launch if `next` is set, and every launch with a marked request."""
 
     def __init__(self) -> None:
         self.next = False
@@ -44,7 +44,7 @@ class Failing:
 
 
 def overlapped(llm: LLM, seed: int = 0, before: Callable[[StepInputs], None] = lambda inputs: None) -> OverlapLoop:
-    """The engine's loop, with its target in a thread."""
+    """Replace the engine's loop by one that runs its target in a thread."""
     loop = llm.engine.loop
     fields = {field.name: getattr(loop, field.name) for field in dataclasses.fields(loop) if field.init}
     loop.scheduler.allocator.debug = True
@@ -60,7 +60,7 @@ def folder(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw(count: int, seed: int) -> list[Case]:
-    """Some share a prompt; samples are asked for by some."""
+    """Random cases. Some share a prompt."""
     rng = random.Random(seed)
     cases = draw_cases(count, seed, most_prompt=60, most_tokens=30)
     for number in range(1, count):
@@ -72,8 +72,11 @@ def draw(count: int, seed: int) -> list[Case]:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("speculates", [True, False])
 def test_ids_are_those_of_the_loop_that_waits(target: Path, folder: Path, speculates: bool, seed: int) -> None:
-    """Arrivals, stops, aborts, failing launches, prompts in chunks, full caches and prefix hits, in random order. The
-    allocator watches that no block becomes free while a step in flight includes it."""
+    """Outcomes are those of the loop that waits.
+
+    Arrivals, stops, aborts, failing launches, prompts in chunks, full caches and prefix hits come in random order. The
+    allocator checks that no block becomes free while a step in flight includes it.
+    """
     rng = random.Random(f"{speculates} {seed}")
     cases = draw(16, seed)
     with LLM(target, enable_prefix_caching=False, num_kv_blocks=500) as llm:
@@ -110,7 +113,10 @@ def test_ids_are_those_of_the_loop_that_waits(target: Path, folder: Path, specul
 
 
 def test_a_request_that_cannot_be_launched_fails_alone(target: Path) -> None:
-    """Its launches fail whoever is in them; the others' go on, and their ids are as ever."""
+    """A request that cannot be launched fails alone.
+
+    Every launch with it fails. The others are launched again, and their ids are unchanged.
+    """
     cases = [dataclasses.replace(case, params=dataclasses.replace(case.params, stop=())) for case in draw(5, 3)]
     with LLM(target, enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
@@ -129,7 +135,10 @@ def test_a_request_that_cannot_be_launched_fails_alone(target: Path) -> None:
 
 
 def test_a_token_that_is_none_ends_its_request_alone(target: Path) -> None:
-    """Its id is past the vocabulary's end, and the step in flight has read it."""
+    """A token that is none ends its request alone.
+
+    Its id is past the vocabulary, and the step in flight has read it.
+    """
     with LLM(target, num_kv_blocks=100, block_size=4, **LIMITS) as llm:
         loop = overlapped(llm, 2)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -146,7 +155,7 @@ def test_a_token_that_is_none_ends_its_request_alone(target: Path) -> None:
 
 
 def test_plain_decoding_launches_nothing_in_vain(target: Path) -> None:
-    """Who ends by its length is known beforehand: 1 launch for the prompt and 11 for the tokens after the first."""
+    """An end by length is known beforehand: 1 launch for the prompt, and 11 for the tokens after the first."""
     with LLM(target, num_kv_blocks=100, **LIMITS) as llm:
         loop = overlapped(llm)
         params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -158,7 +167,7 @@ def test_plain_decoding_launches_nothing_in_vain(target: Path) -> None:
 
 
 def test_a_device_that_is_lost_ends_all_requests(target: Path) -> None:
-    """Nothing is launched on it again, and the engine stops."""
+    """A lost device ends all requests. Nothing is launched on it again, and the engine stops."""
     calls = []
 
     def lose(inputs: StepInputs) -> None:
@@ -180,7 +189,10 @@ def test_a_device_that_is_lost_ends_all_requests(target: Path) -> None:
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_no_step_is_launched_again_on_a_lost_device(target: Path, ahead: bool) -> None:
-    """Neither by the loop that launches ahead nor by the one whose steady batches do not look at their requests."""
+    """No step is launched again on a lost device.
+
+    That holds for the loop that launches ahead, and for the one whose steady batches do not read their requests.
+    """
     tried: list[int] = []
 
     def lose(*args: Any) -> Any:
@@ -225,7 +237,7 @@ def test_the_engine_s_thread_ends_with_nothing_in_flight(target: Path) -> None:
 
 
 def test_from_other_threads(target: Path) -> None:
-    """Text and deltas of streams that run side by side."""
+    """Streams that run at the same time return the right text."""
     with LLM(target, num_kv_blocks=100, block_size=4, **LIMITS) as llm:
         cases = draw(8, 5)
         outcomes = run_alone(llm.engine, cases)

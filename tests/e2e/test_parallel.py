@@ -23,7 +23,7 @@ BASE = [1 + i * i % 14 for i in range(42)]
 
 @pytest.fixture(scope="module")
 def makers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Make]:
-    """Mode -> see heads.maker."""
+    """mode -> a function that makes an LLM; head_cases.maker explains its arguments."""
     folder = tmp_path_factory.mktemp("parallel")
     drafts = {
         "PARD": ("draft_model", perturbed(target, noise=0.15, folder=folder, pard_token=MASK)),
@@ -37,7 +37,10 @@ def makers(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def enough(mode: str, k: int) -> int:
-    """How long drafts must be to tell what the first k are: a mask that sees others depends on how many there are."""
+    """Number of drafts that the reference must make for its first k to be those of K = k.
+
+    In DFlash, masks see each other, so the drafts depend on their number.
+    """
     return k if mode == "DFLASH" else MOST_K
 
 
@@ -47,7 +50,7 @@ Refer = Callable[[str, str, int], Reference]
 
 @pytest.fixture(scope="module")
 def reference(target: Path, makers: dict[str, Make]) -> Refer:
-    """Computed when first asked for."""
+    """(mode, dtype, K) -> reference of CASES, computed when first asked for."""
 
     @functools.cache
     def compute(mode: str, dtype: str, k: int) -> Reference:
@@ -61,7 +64,10 @@ def reference(target: Path, makers: dict[str, Make]) -> Refer:
 def test_drafts_right_and_wrong_at_every_place(
     makers: dict[str, Make], reference: Refer, mode: str, k: int, dtype: str
 ) -> None:
-    """In a cache too small, prompts in chunks, requests that end inside a draft."""
+    """Drafts are right and wrong at every position, in a cache too small for all, with prompts in chunks.
+
+    Requests end inside a draft.
+    """
     with makers[mode](k, dtype=dtype, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         assert llm.engine.loop.input_builder.mode.name == mode
         run = assert_right(llm, reference(mode, dtype, k), told=True)
@@ -75,7 +81,7 @@ def test_drafts_right_and_wrong_at_every_place(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_its_own_drafts(makers: dict[str, Make], reference: Refer, mode: str) -> None:
-    """Drawn with the target's noise; right now and then, in so small a vocabulary."""
+    """A draft model's own drafts, sampled with the target's noise, are right now and then in so small a vocabulary."""
     with makers[mode](3, dtype="float32", max_batch_size=8, **TIGHT) as llm:
         run = assert_right(llm, reference(mode, "float32", 3), told=False)
         assert 0 < run.speculation.acceptance_per_position[0] < 1
@@ -84,7 +90,7 @@ def test_its_own_drafts(makers: dict[str, Make], reference: Refer, mode: str) ->
 @pytest.mark.parametrize("rows", [1, 4, 17])
 @pytest.mark.parametrize("mode", MODES)
 def test_chunks_of_prompts(makers: dict[str, Make], reference: Refer, mode: str, rows: int) -> None:
-    """Masks behind a chunk stand where the next chunk's tokens will."""
+    """Prompts in chunks change no draft. Masks after a chunk are at the positions of the next chunk's tokens."""
     with makers[mode](3, dtype="float32", max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         assert_right(llm, reference(mode, "float32", 3), told=rows == 4)
@@ -103,7 +109,7 @@ def test_other_block_sizes(makers: dict[str, Make], reference: Refer, mode: str,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_steps_with_other_draft_lengths(makers: dict[str, Make], reference: Refer, mode: str) -> None:
-    """Every step another K; where it is 0, tokens are read in all the same."""
+    """Drafts are right if every step has another K. In a step with K = 0, tokens are read all the same."""
     with makers[mode](4, dtype="float32", max_batch_size=6, **TIGHT) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
         lengths = (4, 0, 0, 4, 0) if mode == "DFLASH" else (4, 0, 0, 2, 1)
@@ -113,7 +119,7 @@ def test_steps_with_other_draft_lengths(makers: dict[str, Make], reference: Refe
 
 @pytest.mark.parametrize("mode", MODES)
 def test_shared_prefixes(target: Path, makers: dict[str, Make], mode: str) -> None:
-    """Requests take over each other's blocks: of tokens, and never of masks."""
+    """Requests reuse each other's blocks of tokens, and never blocks of masks."""
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(BASE, params), *(Case([*BASE[: 4 * n], 15, 15 - n, *BASE[:9]], params) for n in range(2, 11, 2))]
     cases += [Case(BASE[:n], params) for n in (21, 22, 23, 24, 41)]

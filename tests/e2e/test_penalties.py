@@ -1,5 +1,7 @@
-"""Penalties and biases of whole generations: those of transformers and of vLLM's formula, and the same under
-speculation."""
+"""Penalties and biases of whole generations: those of transformers and of vLLM's formula.
+
+Speculation does not change them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_repetition_penalty_is_that_of_transformers(
 def test_biases_are_scaled_with_what_they_are_added_to(
     checkpoint: Path, oracle: Any, speculation: dict[str, Any] | None
 ) -> None:
-    """They come before penalties, as in transformers: 4 on top of a seen 2 makes 6 / 1.3, not 2 / 1.3 + 4."""
+    """Biases are added before penalties, as in transformers: 4 on a seen 2 makes 6 / 1.3, not 2 / 1.3 + 4."""
     want = []
     for prompt in PROMPTS:
         ids = oracle.generate(
@@ -70,8 +72,10 @@ def test_biases_are_scaled_with_what_they_are_added_to(
 
 
 def formula(logits: np.ndarray, prompt: list[int], output: list[int], asked: dict[str, Any]) -> np.ndarray:
-    """vLLM's, of logits [V]: biases are added; what prompt or output hold is scaled; what the output holds is
-    lowered."""
+    """vLLM's formula for logits [V].
+
+    Biases are added. Tokens in the prompt or the output are scaled. Tokens in the output are lowered.
+    """
     for token, value in asked.get("logit_bias", {}).items():
         logits[token] += value
     counts = np.bincount(output, minlength=len(logits))

@@ -80,7 +80,7 @@ NUM_SHARED = 9  # blocks of the base prompt
 
 
 def cases_that_share_a_prefix() -> list[Case]:
-    """A base prompt; then, for each number of its blocks, a prompt that begins with them, greedy and sampled."""
+    """A base prompt, then greedy and sampled prompts that begin with each number of its blocks."""
     rng = random.Random(3)
     base = [rng.randrange(1, VOCAB) for _ in range(NUM_SHARED * SIZE + 1)]
     cases = [Case(base, GREEDY)]
@@ -161,7 +161,10 @@ def test_ids_are_the_same_when_blocks_are_evicted_and_requests_preempted(
 
 @pytest.mark.parametrize("mode", MODES)
 def test_samples_of_a_prompt_that_was_found_are_the_same(mode: str, target: Path, draft: Path) -> None:
-    """Twice the same prompt with three samples: the second time its blocks are shared by all, and with the first."""
+    """The same prompt with three samples, twice, has the same outputs.
+
+    The second time, all samples share its blocks, also with the first time.
+    """
     case = Case(list(range(1, 15)) * 2, dataclasses.replace(SAMPLED, n=3))
     with make_llm(mode, target, draft) as llm:
         first, second = (run_together(llm.engine, [case]).outcomes for _ in range(2))
@@ -240,7 +243,10 @@ def test_an_aborted_request_leaves_its_rows_behind(target: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"force_num_accepted_tokens": 2}], ids=str)
 def test_nothing_is_published(options: dict[str, Any], target: Path) -> None:
-    """Not if the caller says so; and not what comes of forced acceptance, which is not the model's text."""
+    """No blocks are published if the caller turns reuse off, or under forced acceptance.
+
+    A text that was forced is not the model's.
+    """
     with LLM(target, MODES["ngram"], num_kv_blocks=64, block_size=SIZE, **options) as llm:
         for _ in range(2):
             run_alone(llm.engine, [PROMPT])

@@ -1,4 +1,4 @@
-"""Settings that were read nowhere, in engines that run."""
+"""Settings that no code used to read, in engines that run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def speculation(models: tuple[Path, Path], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_enforce_eager_captures_no_graph_of_drafts(models: tuple[Path, Path], work: HostQueue, inside: bool) -> None:
-    """A target with a draft model next to it keeps its own."""
+    """enforce_eager captures no graph of drafts. A target with a draft model next to it keeps its own graphs."""
     captured, ids = {}, {}
     beside = {"method": "draft_model", "model": str(models[0])}
     for eager in (False, True):

@@ -1,5 +1,8 @@
-"""Whole engines on checkpoints that are quantised already: what transformers computes from the floats they stand for,
-and speculation that changes nothing, op by op and compiled."""
+"""Whole engines on checkpoints that are quantised already.
+
+They compute what transformers computes from the floats that the integers stand for. Speculation changes nothing, op by
+op and compiled.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim"
 def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_target(tmp_path_factory.mktemp("models"), **SIZES)
     add_tokenizer(folder)
-    perturbed(folder, noise=0.15)  # beside it, as draft/
+    perturbed(folder, noise=0.15)  # next to it, as draft/
     return folder
 
 
@@ -50,23 +53,28 @@ def decoder_of(llm: LLM) -> Any:
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_logits_are_those_of_the_floats(floats: Path, tmp_path: Path, kind: Kind) -> None:
-    """transformers on the dequantised fp32 weights, with what each linear reads rounded to int8 as ours does it: a tie
-    that rounds the other way is all the difference. Without that rounding: 2 to 5 % in a model of such wide weights."""
+    """Logits are those of transformers on the dequantised fp32 weights.
+
+    There, the inputs of each linear are rounded to int8 as ours are, so only ties that round the other way differ.
+    Without that rounding, logits differ by 2 to 5 % in a model with such wide weights.
+    """
     folder, plain = quantised(floats, tmp_path, kind)
     tokens = torch.randint(16, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     theirs = oracle(plain)
     logits = Paged(decoder_of(LLM(folder, dtype="float32", num_kv_blocks=16, **LIMITS)), 1).step({0: tokens})[0]
     exact = oracle_logits(theirs, tokens)
     assert (logits - exact).norm() <= 0.06 * exact.norm()
-    if not kind.ordered:  # whose groups are of other inputs
+    if not kind.ordered:  # an ordered kind has groups of other inputs
         round_inputs(theirs, kind)
         assert (logits - oracle_logits(theirs, tokens)).norm() <= 1e-2 * exact.norm()
 
 
 @pytest.mark.parametrize("kind", [Kind("pack-quantized", 4, 64), Kind("int-quantized", 8, -1), KINDS[4]], ids=str)
 def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_path: Path, kind: Kind) -> None:
-    """Which reads compressed-tensors itself; it rounds inputs where the config says so, to -128..127 of 255 steps, and
-    so differs by the rounding alone."""
+    """transformers reads compressed-tensors folders itself, and its logits differ by rounding alone.
+
+    It rounds inputs where the config says so, to -128..127 of 255 steps.
+    """
     folder, plain = quantised(floats, tmp_path, kind)
     tokens = torch.randint(16, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     theirs = oracle_logits(oracle(folder), tokens)
@@ -77,7 +85,10 @@ def test_logits_are_those_of_transformers_on_the_same_folder(floats: Path, tmp_p
 
 
 def round_inputs(model: torch.nn.Module, kind: Kind) -> None:
-    """To integers of at most 127 times a scale for each row or, where weights are in groups, row and group."""
+    """Round the inputs of each linear to integers of at most 127 times a scale.
+
+    There is a scale for each row or, where weights are in groups, for each row and group.
+    """
 
     def rounded(linear: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
         groups = inputs[0].unflatten(-1, (-1, inputs[0].shape[-1] if kind.group_size == -1 else kind.group_size))
@@ -92,7 +103,7 @@ def round_inputs(model: torch.nn.Module, kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_speculation_changes_nothing(floats: Path, tmp_path: Path, kind: Kind, dtype: str) -> None:
-    """Greedy and sampled rows, packed with drafts in a tight cache, against plain decoding one at a time."""
+    """Packed requests with drafts in a tight cache, greedy and sampled, equal plain decoding one at a time."""
     folder, _ = quantised(floats, tmp_path, kind)
     alone = run_alone(LLM(folder, dtype=dtype, num_kv_blocks=64, **LIMITS).engine, CASES)
     llm = LLM(folder, NGRAM, dtype=dtype, num_kv_blocks=21, **LIMITS)
@@ -103,7 +114,7 @@ def test_speculation_changes_nothing(floats: Path, tmp_path: Path, kind: Kind, d
 
 
 def test_a_quantised_draft(floats: Path, tmp_path: Path) -> None:
-    """Target and draft of different layouts."""
+    """Target and draft may have different layouts."""
     folder, _ = quantised(floats, tmp_path / "target", KINDS[2])
     draft, _ = quantised(floats.parent / "draft", tmp_path / "draft", KINDS[3])
     wishes = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3}
@@ -125,7 +136,7 @@ def test_a_quantised_draft(floats: Path, tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_compiled_engine(floats: Path, tmp_path: Path, kind: Kind, said: str) -> None:
-    """The inputs' order and the zero points are in the folder, which says what it holds and needs no checkpoint."""
+    """The folder holds the order of inputs and the zero points, describes its contents, and needs no checkpoint."""
     folder, _ = quantised(floats, tmp_path, kind)
     eager = LLM(folder, NGRAM, num_kv_blocks=64, **LIMITS)
     output = tmp_path / "engine"
@@ -174,7 +185,7 @@ def test_quantization_is_for_what_the_checkpoint_left(floats: Path, tmp_path: Pa
 
 
 def test_an_unquantised_head_serves_a_quantised_target(floats: Path, tmp_path: Path) -> None:
-    """And says so: a config.json that claims otherwise is refused."""
+    """An unquantised head serves a quantised target. A head whose config.json claims to be quantised is refused."""
     folder, _ = quantised(floats, tmp_path, KINDS[2])
     head = make_eagle3(tmp_path, floats, capture=(0, 1))
     wishes = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}

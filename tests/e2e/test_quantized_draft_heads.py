@@ -1,5 +1,7 @@
-"""Draft heads whose checkpoints are quantised already, in their public layouts: they draft what their floats draft, in
-less memory, and the text does not depend on them."""
+"""Draft heads whose checkpoints are quantised already, in their public layouts.
+
+They make the drafts of the floats they stand for, in less memory, and the text does not depend on them.
+"""
 
 from __future__ import annotations
 
@@ -76,10 +78,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def heads(tmp_path: Path, target: Path, name: str, kind: str) -> tuple[str, Path, Path]:
-    """Method, quantised head, and the floats that it stands for."""
+    """Return the method, the quantised head, and the floats that it stands for."""
     method, make = HEADS[name]
     how, changes = KINDS[kind]
-    # a table, and what public files leave alone
+    # a table, and the part that public files do not quantise
     keep = ("markov_w1", *(() if changes else ("lm_head",)))
     return method, *quantised(make(tmp_path, target), tmp_path / "made", how, keep, **changes)
 
@@ -89,7 +91,7 @@ def speculation(method: str, model: Path, **fields: Any) -> dict[str, Any]:
 
 
 class Rows:
-    """Attention of the newest rows over all of one sequence, in every layer."""
+    """Attention of the newest rows over all rows of one sequence, in every layer."""
 
     def __init__(self) -> None:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
@@ -106,7 +108,7 @@ class Rows:
 
 @torch.no_grad()
 def draft_logits(head: Any, method: str) -> Tensor:
-    """[10, Vd] of random states and ids."""
+    """Logits [10, Vd] of random hidden states and ids."""
     generator = torch.Generator().manual_seed(3)
     width = 64 if method in ("eagle", "mtp") else 3 * 64
     states, ids = torch.randn(10, width, generator=generator), torch.randint(15, (10,), generator=generator)
@@ -124,7 +126,7 @@ def draft_logits(head: Any, method: str) -> Tensor:
 
 
 def round_inputs(head: torch.nn.Module, like: torch.nn.Module, kind: Kind) -> None:
-    """Of the linears that are quantised in `like`, as ours reads them: see test_quantized_checkpoints.round_inputs."""
+    """Round the inputs of the linears that are quantised in `like`, as test_quantized_checkpoints.round_inputs does."""
 
     def rounded(linear: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
         groups = inputs[0].unflatten(-1, (-1, kind.group_size if kind.bits == 4 else inputs[0].shape[-1]))
@@ -142,7 +144,10 @@ def round_inputs(head: torch.nn.Module, like: torch.nn.Module, kind: Kind) -> No
      *((name, kind) for name in [*HEADS][2:] for kind in ("int4", "int8", "int4, lm_head too"))],
 )  # fmt: skip
 def test_drafts_are_those_of_the_floats(tmp_path: Path, target: Path, name: str, kind: str) -> None:
-    """fp32. Rounding the rows to int8 is all that differs. What a plan counts is what is held, and that is less."""
+    """In fp32, drafts are those of the floats, except for the rounding of rows to int8.
+
+    A plan counts the bytes that the head holds, and these are fewer than the floats'.
+    """
     fields = {"parallel": name == "p-eagle"}
     assert_drafts_are_those_of_the_floats(*heads(tmp_path, target, name, kind), target, KINDS[kind][0], **fields)
 
@@ -180,7 +185,7 @@ def assert_drafts_are_those_of_the_floats(
     ],
 )
 def test_speculation_changes_nothing(tmp_path: Path, target: Path, name: str, kind: str, fields: Any) -> None:
-    """Greedy and sampled rows, packed with drafts, against plain decoding one at a time."""
+    """Packed requests with drafts, greedy and sampled, equal plain decoding one at a time."""
     method, integers, _ = heads(tmp_path, target, name, kind)
     alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
     llm = LLM(target, speculation(method, integers, **fields), num_kv_blocks=64, **LIMITS)
@@ -195,7 +200,7 @@ def test_speculation_changes_nothing(tmp_path: Path, target: Path, name: str, ki
 @pytest.mark.parametrize("speculators", [False, True])
 @pytest.mark.parametrize("writer", ["compressed-tensors", "hf_quant_config"])
 def test_fp8_heads(tmp_path: Path, target: Path, writer: str, speculators: bool) -> None:
-    """modelopt's has scales of a KV cache, too, which are passed over."""
+    """fp8 heads draft as their floats do. modelopt's checkpoints also have scales of a KV cache, which are ignored."""
     kind = Fp8Kind(writer, per_channel=True, inputs=None)
     plain = make_eagle3(tmp_path, target, CAPTURE, SOME_IDS, speculators=speculators)
     folder = Path(shutil.copytree(plain, tmp_path / "fp8"))
@@ -228,7 +233,7 @@ def test_fp8_heads(tmp_path: Path, target: Path, writer: str, speculators: bool)
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "gptq"])
 def test_mtp_layers(tmp_path: Path, kind: str) -> None:
-    """In a checkpoint of their own, and among a quantised target's."""
+    """MTP layers may be quantised in a checkpoint of their own, or in a quantised target's."""
     whole, how = make_target(tmp_path, "mimo", num_nextn_predict_layers=1, **SIZES), KINDS[kind][0]
     add_tokenizer(whole)
     integers, floats = quantised(whole, tmp_path / "made", how)
@@ -243,7 +248,7 @@ def test_mtp_layers(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.long
 def test_a_compiled_engine(tmp_path: Path, target: Path) -> None:
-    """The head's integers are in the folder, which needs no checkpoint."""
+    """The engine folder holds the head's integers and needs no checkpoint."""
     method, integers, _ = heads(tmp_path, target, "eagle3 of speculators", "int4, lm_head too")
     wishes = speculation(method, integers)
     alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
@@ -257,7 +262,7 @@ def test_a_compiled_engine(tmp_path: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3 of speculators", "dflash"])
 def test_a_plan_counts_what_is_held(tmp_path: Path, target: Path, name: str) -> None:
-    """The memory that a head takes, before anything is loaded."""
+    """A plan counts the memory that a head takes before anything is loaded."""
     method, *folders = heads(tmp_path, target, name, "int4")
     counted = []
     for folder in folders:
@@ -271,7 +276,7 @@ def test_a_plan_counts_what_is_held(tmp_path: Path, target: Path, name: str) -> 
 
 
 def test_rules_are_about_the_names_in_the_files(tmp_path: Path, target: Path) -> None:
-    """Those of speculators, layers.0, where EAGLE3's own layout has a midlayer."""
+    """Rules apply to the names in the files: speculators has layers.0 where EAGLE3's own layout has midlayer."""
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     groups = {"g": {"targets": ["re:.*layers\\.0\\.mlp\\.(gate|up)_proj$"], **INT4.scheme_fields()}}
     keep = ("self_attn.q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "fc", "lm_head")

@@ -1,4 +1,4 @@
-"""An lm_head in int8, and the embedding that is tied to it: smaller, and speculation gives plain decoding's text."""
+"""An lm_head in int8, and the embedding that is tied to it: smaller, and speculation returns plain decoding's text."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_text_of_compiled_engines_is_plain_decodings(tmp_path: Path, tied: bool)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_it_saves(tmp_path: Path, tied: bool) -> None:
-    """A byte for each number of the matrix, and a scale for each id; the embedding costs nothing, or what it did."""
+    """An int8 lm_head takes a byte per element and a scale per id. The embedding costs nothing more, tied or not."""
     target = make_target(tmp_path, vocab_size=2048, hidden_size=64, tie_word_embeddings=tied)
     weights = []
     for head in (None, "int8"):

@@ -1,4 +1,4 @@
-"""The way from a configuration to an engine is walked once: each config.json is read, and each question asked, once."""
+"""Making an engine from a configuration reads each config.json once, and calls each resolver once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trtspec.build import speculation as speculation_module
 from trtspec.methods.table import METHODS
 from trtspec.modes import SpeculativeDecodingMode
 
-_opened: Counter[str] | None = None  # files by path, while somebody counts
+_opened: Counter[str] | None = None  # opened files by path; None: not counting
 
 
 def _count_opened(event: str, args: tuple[Any, ...]) -> None:
@@ -73,6 +73,6 @@ def test_every_config_is_read_once_and_every_resolver_called_once(
         read = {Path(file): count for file, count in opened.items() if Path(file).name == "config.json"}
     draft = {} if recipe.draft is None else {models.folder(recipe.draft) / "config.json": 1}
     assert read == {target / "config.json": 1, **draft}
-    assert calls.pop("recognise", 0) == len(draft)  # a folder that is named is looked at
+    assert calls.pop("recognise", 0) == len(draft)  # each named folder is recognised
     assert calls.pop("the room's reader", 0) == (row.checkpoint is not None)
     assert calls == dict.fromkeys(("read_target", "read_draft", "plan_for_target", "plan_speculation"), 1)

@@ -1,4 +1,4 @@
-"""Drafters that remember what earlier requests were answered: an answer given again is drafted, whatever its text."""
+"""Drafters that remember earlier answers draft an answer that is given again, whatever its text."""
 
 from __future__ import annotations
 

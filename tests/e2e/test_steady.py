@@ -1,5 +1,8 @@
-"""Steps that do not look at the requests are those that do: two engines side by side, one of which is told after every
-step to bring its requests up to date, so that it looks at every one of them in the next."""
+"""Steps that do not read the requests equal steps that do.
+
+Two engines run the same requests. One of them updates its requests after every step, so that it reads all of them in
+the next step.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 48, "num_kv_blo
 
 
 class Recorder:
-    """The target; keeps what it was given, and fails once when it is told to, if it has more than one request."""
+    """The target, recording its inputs. If `fails` is set, it fails once, in a batch of more than one request."""
 
     def __init__(self, inner: Executable) -> None:
         self.inner = inner
@@ -60,7 +63,7 @@ class Recorder:
 
 
 def draw(count: int, seed: int) -> list[Case]:
-    """Many of them long and without stops, so that a batch goes on; some without text, some that share a prompt."""
+    """Random cases. Many are long and without stops, so that a batch goes on; some have no text."""
     rng = random.Random(seed)
     cases = []
     for case in draw_cases(count, seed, most_prompt=30, most_tokens=24):
@@ -82,7 +85,7 @@ def seen(emissions: list[Emission]) -> list[tuple[object, ...]]:
 
 
 def state(request: Request) -> tuple[object, ...]:
-    """All that a step may change."""
+    """All that a step may change in a request."""
     kv = request.kv
     stats = dict(request.stats.outcomes)
     return request.tokens, request.drafts, kv.committed, kv.draft_len, kv.blocks, stats, Outcome.of(request)
@@ -159,7 +162,7 @@ def test_steady_steps_are_steps_like_others(
 def test_a_batch_goes_on_until_somebody_has_fewer_drafts(
     target: Path, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker cuts drafts now and then."""
+    """A steady batch goes on until a request has fewer drafts. Here a worker cuts drafts now and then."""
     short = []
 
     def draft_lens(worker: SpecWorker, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
@@ -175,7 +178,10 @@ def test_a_batch_goes_on_until_somebody_has_fewer_drafts(
 def compare_steps(
     target: Path, folder: Path, speculates: bool, rng: random.Random, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrivals, aborts, failing launches, prompts in chunks, full caches and looks from outside, in random order."""
+    """Compare the steps of two engines.
+
+    Arrivals, aborts, failing launches, prompts in chunks, full caches and comparisons come in random order.
+    """
     monkeypatch.setattr(steady, "MAX_STEPS", rng.choice((1, 2, 5, 32)))
     limits = {**LIMITS, "num_kv_blocks": rng.choice((26, 34, 64)), "block_size": rng.choice((2, 4))}
     if limits["block_size"] == 2:
@@ -221,7 +227,7 @@ def compare_steps(
 
 
 def test_a_batch_that_goes_on_is_not_looked_at(target: Path, folder: Path) -> None:
-    """Requests hear of their tokens late, and of all of them in the end; text is never late."""
+    """Requests of a steady batch get their tokens late, but all of them in the end. Text is never late."""
     speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": K}
     (case,) = draw_cases(1, seed=3)
     params = dataclasses.replace(case.params, max_tokens=60, min_tokens=0, ignore_eos=True, stop=(), stop_token_ids=())

@@ -1,4 +1,4 @@
-"""A step's TensorRT network, computed layer by layer as TensorRT documents: it gives what the eager step gives."""
+"""A step's TensorRT network, computed layer by layer as TensorRT documents, returns the outputs of the eager step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from trtspec.methods.step import OneEngineStep
 
 @pytest.mark.parametrize("uniform", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ragged", "uniform"])
 def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Recorder], uniform: bool) -> None:
-    """Every recorded batch: requests alone and together, contexts, chunks, greedy and sampled."""
+    """The network returns the outputs of every recorded batch.
+
+    There are requests alone and together, contexts and chunks, greedy and sampled.
+    """
     eager = recorders["sampled"].inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=True)
     kv = recorders["sampled"].steps[0][1]
@@ -54,7 +57,7 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
 
 
 def test_a_step_that_neither_verifies_nor_makes_drafts(recorders: dict[str, Recorder]) -> None:
-    """K = 0, for which a schedule of draft lengths asks: the drafts' inputs and outputs have no elements."""
+    """A step with K = 0, for a schedule of draft lengths: the inputs and outputs of drafts have no elements."""
     eager = recorders["sampled"].inner.step
     step = OneEngineStep(eager.decoder, eager.worker, functional=True)
     network = written(step, 4, 0)
@@ -87,7 +90,10 @@ VARIANTS = [*QUICK, *(pytest.param(*one, marks=pytest.mark.long) for one in REST
 
 @pytest.mark.parametrize(("arch", "dtype"), VARIANTS)
 def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dtype: str) -> None:
-    """Of every kind of model: rotary embeddings, biases, windows, norms of q and k, a tied embedding."""
+    """The network is right for every kind of model.
+
+    There are rotary embeddings, biases, windows, norms of q and k, and a tied embedding.
+    """
     tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
     config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
     step = build_step(plan_context(make_checkpoint(tmp_path, arch, **tied), None, config, BACKENDS["tensorrt"]))

@@ -1,7 +1,7 @@
 """TensorRT engines on stand-ins for TensorRT and CUDA (tests/tensorrt_stand_in.py): built, loaded and run.
 
-The conformance suite's requests run through them as through any backend, so networks, bindings, profiles, buffers and
-CUDA graphs are right for every batch that the engine makes, as far as TensorRT does what it documents.
+They run the conformance suite's requests, as any backend does. So networks, bindings, profiles, buffers and CUDA graphs
+are right for every batch that the engine makes, as far as TensorRT does what it documents.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def cuda() -> CudaRuntime:
 
 @pytest.fixture
 def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
-    """Stand-ins in the places of TensorRT, CUDA, and our plugins in TensorRT's registry."""
+    """Stand-ins that replace TensorRT, CUDA, and our plugins in TensorRT's registry."""
     found, gpu = TensorRT(cuda), Cuda(cuda)
     for module in (tensorrt, tensorrt_compile):
         monkeypatch.setattr(module, "load_tensorrt", lambda: found)
@@ -70,7 +70,7 @@ def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_beside", marks=pytest.mark.long)])
 def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, tmp_path: Path, mode: str) -> None:
-    """Packed in a tight cache: the words of eager decoding, one request at a time. Device memory comes back."""
+    """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
     folder = build(models, tmp_path / mode, "tensorrt", mode, "float32", schedule=True)
     before = len(cuda.blocks)
     run = packed(LLM(folder, **TIGHT))
@@ -84,7 +84,7 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
 
 
 def test_constraints_on_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    """Plans have no inputs for them."""
+    """Plans have no inputs for constraints on logits, so the error names the constraints."""
     llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
     params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2)
     asked = r"repetition_penalty = 1\.2, logit_bias = \(\(3, 1\.0\),\), logprobs = 2"
@@ -93,7 +93,7 @@ def test_constraints_on_logits_are_refused_by_name(trt: TensorRT, models: Path, 
 
 
 def test_they_are_refused_before_any_work(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    """A grammar is not compiled, by a package that may be missing: what is wrong with it is not found."""
+    """The refusal comes before a grammar is compiled, so its error is not found, and its package may be missing."""
     llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
     with pytest.raises(RequestError, match=r"structured_outputs = .*: this engine on backend tensorrt"):
@@ -103,7 +103,7 @@ def test_they_are_refused_before_any_work(trt: TensorRT, models: Path, tmp_path:
 def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
     trt: TensorRT, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Qwen2.5's generation_config.json has one."""
+    """A penalty from generation_config.json, such as Qwen2.5's, is dropped with a warning."""
     opinionated = shutil.copytree(models, tmp_path / "models")
     file = opinionated / "target" / "generation_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "repetition_penalty": 1.5}))
@@ -123,7 +123,7 @@ def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
 
 @pytest.mark.parametrize("mode", ["none", "ngram", pytest.param("draft", marks=pytest.mark.long)])
 def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
-    """A linear cache, no attention plugin: the words of eager decoding, one request at a time."""
+    """TensorRT's own attention, with a linear cache and no plugin, has eager's outcomes of each request alone."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
     speculation = read_speculative_config(wishes(mode, models, False))
     options = TensorRTOptions(attention="native")
@@ -158,7 +158,7 @@ def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, 
 @pytest.mark.long
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str) -> None:
-    """Weights of 8 and 4 bits: speculation changes nothing."""
+    """With weights of 8 and 4 bits, speculation changes nothing."""
     made = {}
     for mode in ("none", "eagle3"):
         config = replace(CONFIG, quantization=quantization)
@@ -200,7 +200,7 @@ def test_generations_have_a_profile_of_their_own(trt: TensorRT, models: Path, tm
 
 
 def test_sequences_may_be_as_long_as_a_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    """Block tables that the engine made wider than those of the longest sequence, to grow into."""
+    """Sequences may be as long as the plan allows. The engine made its block tables wider, to leave room for growth."""
     config = replace(CONFIG, max_seq_len=40)
     build_engine(models / "target", tmp_path / "engine", None, config)
     prompt = [1 + i % 14 for i in range(32)]
@@ -305,7 +305,7 @@ def test_the_cache_is_as_large_as_the_plan_says(trt: TensorRT, models: Path, tmp
 def test_kernels_that_are_not_compiled_stop_a_build(
     trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before TensorRT is asked for anything; nothing is left behind."""
+    """Kernels that are not compiled stop a build before TensorRT is called. No file is left."""
     monkeypatch.setattr(tensorrt_compile, "check_kernels", CHECK_KERNELS)
     monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path / "plugins"))
     monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
@@ -350,7 +350,7 @@ def test_too_little_device_memory_is_a_capacity_error(cuda: CudaRuntime) -> None
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Puts a stand-in where Cuda.open finds cuda-python."""
+    """Put a stand-in where Cuda.open finds cuda-python."""
 
     def put(**facts: int) -> None:
         import sys

@@ -1,5 +1,7 @@
-"""`trtspec train` of every kind of head but EAGLE3 (see test_train_cli): what is learnt in training is what the engine
-runs, from the folder that was written."""
+"""`trtspec train` of every kind of head except EAGLE3, which test_train_cli tests.
+
+The engine runs, from the written folder, what was learnt in training.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ HELD_OUT = random_ids(24 * PROMPT, seed=1)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of head: arguments of its training, and what speculative_config says of it beside its folder."""
+    """A kind of head: the arguments of its training, and fields of its speculative_config other than its folder."""
 
     name: str
     arguments: tuple[str, ...] = ()
@@ -51,7 +53,10 @@ KINDS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/ of two layers, text.npy and held_out.npy: random ids, to which the target answers as it does."""
+    """A target of two layers in target/, and random ids in text.npy and held_out.npy.
+
+    The target answers them itself.
+    """
     folder = tmp_path_factory.mktemp("train")
     add_tokenizer(make_target(folder, max_position_embeddings=512))
     np.save(folder / "text.npy", random_ids(40_000, seed=0))
@@ -60,7 +65,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, kind: Kind, out: Path, *more: str) -> list[str]:
-    """A small run in fp32."""
+    """Arguments of a small run in fp32."""
     return ["train", kind.name, "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
             "--out", str(out), "--dtype", "float32", "--unroll", str(K), "--seq-len", "48",
             "--regenerate", "128", "--regenerate-len", str(NEW), "--held-out", str(folder / "held_out.npy"),
@@ -84,8 +89,11 @@ def plain(folder: Path) -> list[Sequence[int]]:
 def test_what_training_learns_is_what_the_engine_runs(
     folder: Path, tmp_path: Path, plain: list[Sequence[int]], kind: Kind
 ) -> None:
-    """Better than it began; as often right in the engine as simulated on the same prompts, but for the bf16 of the
-    folder and the drafts of each request's last steps; and nothing is lost."""
+    """A trained head is better than an untrained one, and changes no output.
+
+    Its acceptance length in the engine is the one simulated on the same prompts. Only the bf16 of the folder and the
+    drafts of each request's last steps make a difference.
+    """
     lengths = {}
     for name, steps in (("untrained", "1"), ("trained", "60")):
         assert main(arguments(folder, kind, tmp_path / name, "--steps", steps)) == 0
@@ -100,7 +108,7 @@ def test_what_training_learns_is_what_the_engine_runs(
 
 
 def test_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
-    """And what was made in pieces is what is made in one go."""
+    """A killed run goes on where it was, and learns the same as an uninterrupted one."""
     medusa = next(kind for kind in KINDS if kind.name == "medusa")
     small = ("--steps", "30", "--batch-size", "4", "--regenerate", "16", "--checkpoint-seconds", "0")
     command, run = arguments(folder, medusa, tmp_path / "head", *small), tmp_path / "head.run"

@@ -1,4 +1,4 @@
-"""`trtspec train eagle3`, run as a person runs it: it learns, it survives being killed, it says what is wrong."""
+"""`trtspec train eagle3`, run as a person runs it: it learns, it survives being killed, and it names errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ K = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/ of two layers and text.npy, random ids: what the target says to them is learnt, not the data."""
+    """A target of two layers in target/, and random ids in text.npy.
+
+    A head learns the target's answers to them, not the data.
+    """
     folder = tmp_path_factory.mktemp("train")
     add_tokenizer(make_target(folder, max_position_embeddings=512))
     np.save(folder / "text.npy", random_ids(40_000, seed=0))
@@ -37,18 +40,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(folder: Path, out: Path, *more: str) -> list[str]:
-    """A small run in fp32; `more` overrides."""
+    """Arguments of a small run in fp32; `more` overrides them."""
     return ["train", "eagle3", "--out", str(out),
             "--target", str(folder / "target"), "--data", str(folder / "text.npy"),
             "--dtype", "float32", "--capture-layers=0,1", "--unroll", str(K), "--seq-len", "64",
             "--regenerate", "384", "--regenerate-len", "64", *more]  # fmt: skip
 
 
-# -- it learns --------------------------------------------------------------------------------------------------------
+# -- learning ---------------------------------------------------------------------------------------------------------
 
 
 def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[SpeculationStats, list[Sequence[int]]]:
-    """Of greedy continuations of 24 prompts that no training has seen; and these continuations."""
+    """Acceptance of greedy continuations of 24 prompts that were not trained on, and these continuations."""
     prompts = random_ids(24 * 64, seed=1).reshape(24, 64).tolist()
     with LLM(folder / "target", {"num_speculative_tokens": K, **spec}, dtype="float32") as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
@@ -81,7 +84,7 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
     assert watched[-1] == pytest.approx(simulated["acceptance_length"], abs=0.1)
 
 
-# -- it survives ------------------------------------------------------------------------------------------------------
+# -- interruptions ----------------------------------------------------------------------------------------------------
 
 
 def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_without_matplotlib_it_trains_and_names_the_package(
     assert (tmp_path / "head" / "model.safetensors").is_file()
 
 
-# -- what is wrong is said in one line, and nothing is trained ---------------------------------------------------------
+# -- bad input: one line of error, and nothing is trained --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_text_files_and_folders_of_them_are_data(folder: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "head" / "config.json").read_text())["draft_vocab_size"] == 5
 
 
-# -- its options ------------------------------------------------------------------------------------------------------
+# -- options ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -251,7 +254,7 @@ def test_every_option_of_a_kind_can_be_given(kind: str) -> None:
 
 
 def test_what_the_command_line_says_is_what_is_trained(folder: Path, tmp_path: Path) -> None:
-    """A DSpark draft, whose options are of every type."""
+    """A DSpark draft gets every option as given on the command line. It has options of every type."""
     given = arguments(folder, tmp_path / "head", "--steps", "1", "--regenerate", "0", "--rank", "4", "--markov", "rnn",
                       "--no-confidence", "--anchors", "3", "--mask-token-id", "7", "--num-layers", "2",
                       "--states-gib", "inf")  # fmt: skip

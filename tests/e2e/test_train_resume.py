@@ -1,4 +1,4 @@
-"""`trtspec train` on conversations, killed at every stage: the same command goes on, and learns what it would have."""
+"""`trtspec train` on conversations, killed at every stage: the same command goes on and learns the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ STEPS = 24
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/, and conversations of two turns: letters at random, to which the target answers as it does."""
+    """A target in target/, and conversations of two turns.
+
+    The user's messages are random letters. `--regenerate` replaces the answers by the target's own.
+    """
     folder = tmp_path_factory.mktemp("resume")
     add_tokenizer(make_target(folder, max_position_embeddings=512))
     (folder / "target" / "tokenizer_config.json").write_text(
@@ -50,7 +53,7 @@ def arguments(folder: Path, out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing disturbed."""
+    """A run without any interruption."""
     out = tmp_path_factory.mktemp("whole") / "head"
     assert main(arguments(folder, out)) == 0
     return out

@@ -1,6 +1,6 @@
-"""Whole engines on the Triton kernels, in Triton's interpreter: they generate what the references do, drafts or not.
+"""Whole engines on the Triton kernels, in Triton's interpreter, generate the ids of the references, drafts or not.
 
-The kernels are chosen by the environment when a process first asks for them, so each choice is a process.
+The environment chooses the kernels when a process first asks for them, so each choice is a process of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENVIRONMENTS = {
 
 
 def generate(target: str, head: str) -> None:
-    """Print what plain decoding and EAGLE3 make of PROMPTS with the kernels that this process has, as JSON."""
+    """Print the output of plain decoding and of EAGLE3 for PROMPTS, with the kernels of this process, as JSON."""
     said: dict[str, Any] = {"loaded": sorted(load_plugins())}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     said["kernels"] = [op for op in OPS if has_kernel(f"trtspec::{op}", "CPU")]
@@ -53,7 +53,7 @@ def generate(target: str, head: str) -> None:
 
 @pytest.fixture(scope="module")
 def generated(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Environment -> what `generate` says there."""
+    """Environment -> the output of `generate` there."""
     folder = tmp_path_factory.mktemp("models")
     target = make_target(folder)
     head = make_eagle3(folder, target, (0, 1), DRAFT_IDS)

@@ -1,8 +1,8 @@
-"""Draft heads beside the target: outputs are those of plain decoding, and drafts those of the head inside the target.
+"""Draft heads next to the target: outputs are those of plain decoding, drafts those of the head inside the target.
 
-What the head inside the target drafts, read plainly (heads.log_plainly), is the reference: the head beside it must make
-each draft from the very same bits, for every kind of head, at any K, under chunks, shared prefixes, samples, preemption
-and gaps in speculation.
+The reference is the log of the head inside the target (head_cases.log_plainly). The head next to the target must make
+each draft from the very same bits. That holds for every kind of head, at any K, under chunks, shared prefixes, samples,
+preemption and gaps in speculation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CASES = draw_cases(30, seed=27, most_prompt=60)
 
 @pytest.fixture(scope="module", params=["eagle3", "eagle"])
 def make(target: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Make:
-    """See heads.maker; the head is beside the target unless asked for inside."""
+    """Make an LLM, as head_cases.maker explains. The head is next to the target unless a test asks for it inside."""
     folder = tmp_path_factory.mktemp("heads")
     if request.param == "eagle3":
         head = make_eagle3(folder, target, (0, 1), (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8))
@@ -55,7 +55,10 @@ def reference(target: Path, make: Make) -> Callable[[], Reference]:
 
 @pytest.mark.parametrize("k", [1, 3, 5])
 def test_every_draft_length(make: Make, reference: Callable[[], Reference], k: int) -> None:
-    """In a cache too small, prompts in chunks, drafts right and wrong at every place, requests that end inside one."""
+    """Every draft length works in a cache too small for all, with prompts in chunks.
+
+    Drafts are right and wrong at every position, and requests end inside a draft.
+    """
     with make(k, max_batch_size=min(8, 32 // (k + 1)), **TIGHT) as llm:
         run = assert_right(llm, reference(), told=True)
         acceptance = run.speculation.acceptance_per_position
@@ -74,7 +77,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[], Reference]) ->
 
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_chunks_of_prompts(make: Make, reference: Callable[[], Reference], rows: int) -> None:
-    """What was read in of a prompt is in draft KV after each step: its states are not kept."""
+    """After each step, draft KV covers the prefilled part of a prompt. The hidden states of that part are not kept."""
     with make(K, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         assert_right(llm, reference(), told=True)
@@ -82,7 +85,7 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[], Reference], rows:
 
 
 def test_launches_of_limited_size(make: Make, reference: Callable[[], Reference]) -> None:
-    """Rows that waited while nobody speculated are more than fit into a launch."""
+    """Rows that waited while no request speculated are more than fit into a launch."""
     with make(K, max_batch_size=4, **{**ROOMY, "max_num_tokens": 16}) as llm:
         engine, proposer = llm.engine, llm.engine.loop.proposer
         proposer.draft_len = lambda scheduler: K if engine.stats.steps % 11 == 10 else 0  # type: ignore[method-assign]
@@ -90,7 +93,7 @@ def test_launches_of_limited_size(make: Make, reference: Callable[[], Reference]
 
 
 def test_shared_prefixes(target: Path, make: Make) -> None:
-    """Draft KV of a position depends on the token after it: the last block shared is computed again."""
+    """Draft KV of a position depends on the token after it, so the last shared block is computed again."""
     base = [1 + i * i % 14 for i in range(42)]
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, ignore_eos=True)
     cases = [Case(base, params), *(Case([*base[: 4 * n], 15, 15 - n, *base[:5]], params) for n in range(0, 11, 2))]
@@ -106,7 +109,7 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
 
 
 def test_samples_of_one_prompt(target: Path, make: Make) -> None:
-    """They share blocks of the prompt as far as its draft KV is there, and go on each with its own seed."""
+    """Samples of one prompt share the blocks for which there is draft KV. Each goes on with its own seed."""
     cases = draw_cases(8, seed=9, most_prompt=40)
     seeds = [[sample_seed(c.params.seed or 0, i) for i in range(3)] for c in cases]
     single = [
@@ -120,7 +123,7 @@ def test_samples_of_one_prompt(target: Path, make: Make) -> None:
 
 
 def test_who_stops_speculating_goes_on(make: Make, reference: Callable[[], Reference]) -> None:
-    """Its states are not kept any longer."""
+    """A request that stops speculating goes on, and its hidden states are no longer kept."""
     expected = reference()
     with make(K, **ROOMY) as llm:
         requests = [request for case in CASES for request in llm.engine.add_request(case.prompt, case.params)]

@@ -1,7 +1,7 @@
-"""Tiny models for whole-engine tests, drawn requests, and a way to run them and look at everything that came out.
+"""Tiny models for whole-engine tests, random requests, and functions that run requests and record all that came out.
 
-Vocabularies are tiny so that drafts are sometimes right and sometimes wrong: a draft of random weights and a large
-vocabulary would never agree, and nothing of rewinding would be tested.
+Vocabularies are tiny so that drafts are sometimes right and sometimes wrong. With random weights and a large vocabulary
+a draft would never agree with the target, so rewinds would not be tested.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from trtspec.protocols import DraftRequest
 PIECES = ("</s>", "a", "b", "c", "d", "e", "f", "g", "ab", "ca", " b", " ", "é", "gg", "\n", "dé")
 VOCAB = len(PIECES)
 EOS = 0
-MASK = VOCAB - 1  # of drafts that guess at mask tokens
+MASK = VOCAB - 1  # mask token of drafts that draft in parallel
 
 
 def make_target(folder: Path, arch: str = "llama", name: str = "target", seed: int = 0, **overrides: object) -> Path:
-    """A checkpoint of VOCAB ids, two layers of 32; `overrides` are fields of the transformers config."""
+    """Write a checkpoint of VOCAB ids with two layers of width 32. overrides: fields of the transformers config."""
     fields = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -53,9 +53,10 @@ def make_target(folder: Path, arch: str = "llama", name: str = "target", seed: i
 def perturbed(
     target: Path, noise: float, folder: Path | None = None, seed: int = 1, name: str = "draft", **fields: Any
 ) -> Path:
-    """A draft that often agrees: the target's weights plus normal noise of `noise` times each tensor's own spread.
+    """Write a draft that often agrees with the target.
 
-    Written to `folder`/`name`, beside the target if not given; `fields` are of its config.json.
+    Its weights are the target's, plus normal noise of `noise` times each tensor's own spread. It is written to
+    `folder`/`name`; without `folder`, next to the target. fields: other fields of its config.json.
     """
     folder = (folder or target.parent) / name
     shutil.copytree(target, folder)
@@ -70,7 +71,10 @@ def perturbed(
 
 
 def add_tokenizer(folder: Path) -> None:
-    """Gives a folder the tokenizer of PIECES: text is the pieces in a row, prompts are read character by character."""
+    """Write the tokenizer of PIECES into a folder.
+
+    Text is the concatenation of the pieces. Prompts are tokenised character by character.
+    """
     backend = tokenizers.Tokenizer(
         models.WordLevel({piece: token for token, piece in enumerate(PIECES)}, unk_token="a")
     )
@@ -83,7 +87,7 @@ def add_tokenizer(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """One request to be made."""
+    """One request for a test to make."""
 
     prompt: list[int]
     params: SamplingParams
@@ -91,7 +95,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a caller can see of one sample, and that speculation must not change."""
+    """All that a caller can see of one sample. Speculation must not change it."""
 
     token_ids: list[int]
     text: str
@@ -106,7 +110,7 @@ class Outcome:
 
 @dataclass
 class Run:
-    """What happened when cases were run together."""
+    """The outcomes, requests and steps of cases that were run together."""
 
     outcomes: list[Outcome]
     requests: list[Request]
@@ -118,20 +122,20 @@ class Run:
 
     @property
     def num_mixed_steps(self) -> int:
-        """Steps with a context chunk that emits nothing beside a generation with drafts."""
+        """Number of steps with both a context chunk that emits nothing and a generation with drafts."""
         return sum(
             any(not e.tokens for e in step) and any(e.tokens and e.draft_len for e in step) for step in self.steps
         )
 
     def cut_inside_draft(self) -> list[Request]:
-        """Requests that an accepted draft ended, so that the rest of that step's tokens was thrown away."""
+        """Requests that an accepted draft ended, so that the rest of that step's tokens was dropped."""
         return [
             e.request for step in self.steps for e in step if e.request.finished and e.num_drafts == len(e.tokens) > 0
         ]
 
 
 def motif_prompt(rng: random.Random, most: int = 80) -> list[int]:
-    """1 to `most` ids, more often few; about half of them repeat a short motif, as code and tables do."""
+    """1 to `most` ids, more often few than many. About half of them repeat a short motif, as code and tables do."""
     length = min(most, 1 + int(rng.expovariate(1 / 14))) if rng.random() < 0.95 else most
     if rng.random() < 0.5:
         return [rng.randrange(1, VOCAB) for _ in range(length)]
@@ -140,7 +144,7 @@ def motif_prompt(rng: random.Random, most: int = 80) -> list[int]:
 
 
 def draw_params(rng: random.Random, most_tokens: int = 24) -> SamplingParams:
-    """Greedy and sampled rows, every filter, every way to stop; always with a seed of its own."""
+    """Random parameters: greedy or sampled, with every filter and every way to stop, each with a seed of its own."""
     fields: dict[str, object] = {"temperature": 0.0} if rng.random() < 0.4 else {"temperature": rng.uniform(0.2, 1.2)}
     if rng.random() < 0.3:
         fields["top_k"] = rng.randint(1, 6)
@@ -176,7 +180,7 @@ def draw_cases(count: int, seed: int = 0, most_prompt: int = 80, most_tokens: in
 
 
 def with_constraints(cases: Sequence[Case]) -> list[Case]:
-    """Two of three cases with penalties or biases of their own, and half of all with logprobs."""
+    """The cases with constraints: two of three get penalties or biases, and about half get logprobs."""
     rng = random.Random(8)
     draws: dict[str, Callable[[], Any]] = {
         "repetition_penalty": lambda: rng.uniform(0.8, 1.5),
@@ -194,7 +198,7 @@ def with_constraints(cases: Sequence[Case]) -> list[Case]:
 
 
 def run_alone(engine: EngineCore, cases: Sequence[Case]) -> list[Outcome]:
-    """Each case by itself, one after the other: the reference that batching and speculation must reproduce."""
+    """Run each case by itself, one after the other. Batching and speculation must reproduce these outcomes."""
     outcomes = []
     for case in cases:
         (request,) = engine.add_request(case.prompt, case.params)
@@ -210,7 +214,7 @@ def run_together(
     seed: int = 0,
     after_step: Callable[[list[Emission]], None] = lambda emissions: None,
 ) -> Run:
-    """All cases, arriving a few at a time between steps, so that prompts are read in while others generate."""
+    """Run all cases, a few arriving at a time between steps, so that prompts are prefilled while others generate."""
     rng = random.Random(seed)
     pending = list(cases)
     run = Run([], [])
@@ -226,7 +230,7 @@ def run_together(
 
 
 def assert_all_blocks_free(llm: LLM) -> None:
-    """Every KV block is back in the pool, and the accounting agrees."""
+    """Check that every KV block is back in the pool, and that the accounting agrees."""
     scheduler = llm.engine.loop.scheduler
     scheduler.allocator.check(scheduler.live())
     assert not list(scheduler.live())
@@ -234,11 +238,17 @@ def assert_all_blocks_free(llm: LLM) -> None:
 
 
 class LyingOracle:
-    """A user's drafter that knows the right continuation of request i, and lies about each token with probability p."""
+    """A user's drafter that knows the right continuation of request i.
+
+    It lies about each token with probability `lie`.
+    """
 
     def __init__(self, answers: Sequence[Sequence[int]], lie: float = 0.3, shorten: float = 0.0, seed: int = 0) -> None:
-        """`answers[i]`: prompt and output of request i; past its end anything is proposed. `shorten`: how often a
-        draft is of random length instead of as long as asked for."""
+        """Keep the answers and probabilities.
+
+        `answers[i]`: prompt and output of request i; past its end, drafts are random ids. `shorten`: probability of a
+        draft of random length instead of the requested one.
+        """
         self.answers = answers
         self.lie = lie
         self.shorten = shorten
@@ -257,7 +267,7 @@ class LyingOracle:
         return Proposal(torch.tensor(rows), torch.tensor(lengths))
 
     def forget(self, request_id: int) -> None:
-        """Nothing to drop."""
+        """Do nothing: there is no state to drop."""
 
     def _told(self, token: int) -> int:
         return (token + self.rng.randrange(1, VOCAB)) % VOCAB if self.rng.random() < self.lie else token

@@ -35,7 +35,7 @@ def start(command: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
-    """Until the checkpoint of a step at least `step` is there."""
+    """Wait until there is the checkpoint of a step >= `step`."""
     deadline = time.monotonic() + 120
     while not any(int(path.stem.split("-")[1]) >= step for path in run.glob("step-*.pt")):
         assert process.poll() is None, process.stderr and process.stderr.read()
@@ -50,7 +50,10 @@ def make_training_batch(
     places: Tensor | None = None,
     taught: Tensor | None = None,
 ) -> TrainingBatch:
-    """What the target makes of windows [B, S]; each is one text, and all of it is taught, unless it is said."""
+    """Batch of the windows [B, S] with the target's outputs.
+
+    By default each window is one text, and all its tokens are taught.
+    """
     if places is None:
         places = torch.arange(inputs.shape[1]).expand_as(inputs)
     if taught is None:

@@ -1,4 +1,4 @@
-"""A victim and the bystanders who run beside it: what befalls the one must not change what the others give."""
+"""A victim and bystanders that run together: a fault of the victim must not change the bystanders' outcomes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from trtspec import LLM, SamplingParams
 from trtspec.engine.request import Request
 
 K = 3
-POISON = 15  # bystanders never see or draw it
+POISON = 15  # in no bystander's prompt or output
 LIMITS: dict[str, Any] = {"max_batch_size": 6, "max_num_tokens": 40, "num_kv_blocks": 60, "block_size": 4}
 
 
 def _without_poison(case: Case) -> Case:
-    """Prompt free of POISON; ids that stop cannot be drawn before min_tokens, so it is not drawn either."""
+    """Return the case with a prompt free of POISON, and with outputs free of it.
+
+    POISON is a stop id, which cannot be sampled before min_tokens, and min_tokens equals max_tokens.
+    """
     prompt = [1 if token == POISON else token for token in case.prompt]
     return Case(
         prompt,
@@ -32,13 +35,13 @@ VICTIM = Case(
 
 
 def alone(target: Path, cases: list[Case]) -> list[Outcome]:
-    """What each gives by plain decoding."""
+    """The outcome of each case by plain decoding."""
     with LLM(target) as llm:
         return run_alone(llm.engine, cases)
 
 
 def right_answers(outcomes: list[Outcome]) -> list[list[int]]:
-    """Prompt and output of the victim, which is request 0, and the bystanders, 1 and on, for a LyingOracle."""
+    """Prompt and output of the victim, which is request 0, and of the bystanders, 1 and on, for a LyingOracle."""
     return [case.prompt + outcome.token_ids for case, outcome in zip((VICTIM, *BYSTANDERS), outcomes, strict=True)]
 
 
@@ -49,7 +52,7 @@ def user_llm(target: Path, drafter: object) -> LLM:
 def run_beside(
     llm: LLM, victim: Case = VICTIM, steps: int = 0, sabotage: Callable[[list[Request]], None] | None = None
 ) -> tuple[list[Request], Run]:
-    """The victim, a few steps of its own, what befalls it, then the bystanders until all is done."""
+    """Run the victim for `steps` steps, call `sabotage` on its samples, then run the bystanders until all is done."""
     samples = llm.engine.add_request(victim.prompt, victim.params)
     for _ in range(steps):
         llm.engine.step()
