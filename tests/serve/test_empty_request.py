@@ -1,6 +1,6 @@
 """Requests that set no sampling field, through every entry point ("door").
 
-README has a table of what such requests get; the tests try each of its cells.
+docs/tasks/serve.md has a table of what such requests get; the tests try each of its cells.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trtspec.serve.engine.process import EngineServer
 from trtspec.serve.triton.configs import LAYOUTS
 from trtspec.text import Tokenizer
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "serve.md"
 SAYS: dict[str, Any] = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
 OFF: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTY = 1.3
@@ -46,9 +46,9 @@ class Cells(NamedTuple):
 
 
 def table() -> dict[str, Cells]:
-    """Return README's rows by door."""
-    _, _, rest = README.read_text(encoding="utf-8").partition("What a request that sets no sampling field gets.")
-    lines = [line for line in rest.partition("\n### ")[0].splitlines() if line.startswith("| ")][1:]
+    """Return the page's rows by door."""
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("What a request gets if it sets no sampling field.")
+    lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {door: Cells(*cells) for door, *cells in rows}
 
@@ -152,16 +152,18 @@ def drawn(sampling: RequestSampling) -> str:
     if sampling.greedy:
         return "greedy"
     values = {name: getattr(sampling, name) for name in OFF}
-    return {json.dumps(SAYS): "as it says", json.dumps(OFF): "temperature 1"}.get(json.dumps(values), str(values))
+    return {json.dumps(SAYS): "its values", json.dumps(OFF): "temperature 1"}.get(json.dumps(values), str(values))
 
 
 def penalised(sampling: RequestSampling) -> str:
-    return {PENALTY: "holds", 1.0: "ignored"}[sampling.repetition_penalty]
+    return {PENALTY: "applies", 1.0: "ignored"}[sampling.repetition_penalty]
 
 
 def limited(request: Request) -> str:
     room = request.length_limit - request.prompt_len
-    return {16: "16", 400 - request.prompt_len: "the context", 9: "`max_tokens`, required"}.get(room, str(room))
+    return {16: "16", 400 - request.prompt_len: "the rest of the context", 9: "`max_tokens`, required"}.get(
+        room, str(room)
+    )
 
 
 def the_one(values: list[str]) -> str:

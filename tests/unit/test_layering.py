@@ -1,6 +1,6 @@
 """Rules of imports and files: imports inside trtspec go from later layers to earlier ones, and files stay short.
 
-README describes the layers in "How it works".
+docs/architecture.md describes the layers.
 """
 
 from __future__ import annotations
