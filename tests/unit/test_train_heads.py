@@ -250,6 +250,21 @@ def test_a_quantised_target(folder: Path, make: Make, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
+def test_heads_learn_in_bfloat16(folder: Path, make: Make, name: str) -> None:
+    """A head in fp32 trains with bfloat16 arithmetic, and its loss is close to that of fp32."""
+    kind = KINDS[name]
+    options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)
+    target = load_decoder(config, torch.float32)
+    head, capture = new_head(options, target), options.layers_read(config, None)
+    batch, losses = training_batch(target, capture), []
+    for dtype in (torch.float32, torch.bfloat16):
+        loss = HeadLoss(head, target, K, dtype, options.objective, capture, options.moving)
+        losses.append(loss(*batch))
+    losses[1].backward()
+    assert float(losses[1].detach()) == pytest.approx(float(losses[0].detach()), rel=0.1)
+
+
+@pytest.mark.parametrize("name", KINDS)
 def test_gradients_reach_all_of_the_head_and_nothing_else(folder: Path, make: Make, name: str) -> None:
     kind = KINDS[name]
     options, config = make(kind.options, **kind.fields), ModelConfig.from_folder(folder)

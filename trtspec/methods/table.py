@@ -89,7 +89,7 @@ class Method:
 
 _M = SpeculativeDecodingMode
 _LOOKUP = ("prompt_lookup_min", "prompt_lookup_max", "prompt_lookup_latest")
-_TRAINED = "that was trained for this target"
+_TRAINED = "trained for this target"
 
 METHODS: dict[str, Method] = {
     row.name: row

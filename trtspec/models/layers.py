@@ -180,7 +180,10 @@ class RMSNorm(nn.Module):
         self.is_op = False  # True where a GPU runs the model op by op; ops/norm.py explains it
 
     def forward(self, x: Tensor) -> Tensor:
-        return (rms_norm if self.is_op else rms_norm_inline)(x, self.weight, self.eps)
+        weight = self.weight
+        if weight.dtype != x.dtype:  # a constant in training, which casts parameters only
+            weight = weight.to(x.dtype)
+        return (rms_norm if self.is_op else rms_norm_inline)(x, weight, self.eps)
 
 
 def norms_as_ops(model: nn.Module) -> None:
