@@ -2,7 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint format clean
+    contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint docs test-docs \
+    format clean
 
 demo: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -13,7 +14,7 @@ test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker and not wheel'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker and not wheel and not docs'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
 	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
 
@@ -113,6 +114,14 @@ bench-gpu:
 lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site, in build/site; a link that leads nowhere is an error.
+docs: .venv/.dev
+	$(BIN)/python -m mkdocs build --strict
+
+# The code of every page.
+test-docs: .venv/.dev .venv/.plugins
+	$(BIN)/python -m pytest -q -n 2 tests/docs
 
 format: .venv/.dev
 	$(BIN)/ruff check --fix .
