@@ -5,11 +5,9 @@
     python benchmarks/real.py peers --batches 1 8 --prompts 16
 
 - acceptance: number of tokens that a step with drafts yields, for K = 3 and 5, greedy and at temperature 0.8. Drafts
-  are
-  those of EAGLE3, n-grams and suffixes.
+  are those of EAGLE3, n-grams and suffixes.
 - speed: tokens a second next to plain decoding, and next to what arithmetic allows. That is the acceptance length over
-  the
-  time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds.
+  the time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds.
 - peers: the same model and the same head in llama.cpp's server, vLLM, OpenVINO GenAI and transformers, with every K and
   p_min asked for. Each has an environment of its own next to --work, made if it is missing (llama.cpp is compiled: many
   minutes). Time is that of whole batches, prompts included. vLLM and OpenVINO have drafts only in greedy decoding, as

@@ -3,7 +3,7 @@
 The values are frozen views of tensors. The letters of their shapes:
 - B: requests of the batch, C contexts first, then G generations.
 - T: packed rows.
-- K: draft tokens of the step, those of its longest proposal.
+- K: draft tokens of the step: those of its longest proposal, rounded up to a K that compiled graphs have.
 - R = C + G * (K + 1): logits rows, one per context and K + 1 per generation. A shorter proposal repeats its last row.
 - M: columns of the block tables.
 """

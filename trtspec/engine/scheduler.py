@@ -38,7 +38,7 @@ class Scheduler:
     """A first-come, first-served scheduler: the oldest requests get blocks first.
 
     If blocks run short, the newest requests wait and are computed again later.
-    `num_draft_tokens`: number of rows that drafting after the step may append, usually K. Each request reserves them.
+    `num_draft_tokens`: number of rows reserved for the drafts of the next step, usually K.
     `reuse`: shares blocks between requests, None = blocks are not shared. `forks_draft_kv`: samples of a prompt share
     only rows that have draft KV, as it cannot be computed later. `provisional`: number of last rows that are computed
     again, see kv.reuse.
@@ -147,7 +147,7 @@ class Scheduler:
 
         While many blocks are free it reserves a few more, so that not every step has to reserve.
         """
-        allocator, most = self.allocator, request.length_limit  # no row past it is ever written
+        allocator, most = self.allocator, request.length_limit  # no row past it is needed
         if allocator.num_free > _PLENTY * self.max_batch_size:
             more = num_tokens + _SPARE_BLOCKS * allocator.block_size
             if allocator.reserve(request.kv, min(more, most)):
@@ -230,16 +230,16 @@ class Scheduler:
 
     @property
     def _in_flight(self) -> bool:
-        """Whether a step is in flight. Its blocks cannot be taken from a request, and its completion frees some."""
+        """Whether a step is in flight. No request in it can be preempted, so the scheduler waits for its completion."""
         return bool(self.finished_in_flight) or any(request.pending for request in self.running)
 
     def _reserve(self, request: Request, rows: int) -> bool:
         return self.reserve(request, request.num_scheduled_tokens + rows + self.num_draft_tokens)
 
     def _take_from_others(self, request: Request, rows: int) -> bool:
-        """Make room for the rows: drop the drafts if necessary, then preempt newer requests.
+        """Make room for the rows: drop the drafts, then blocks of waiting samples, then preempt the newest requests.
 
-        False: it was preempted.
+        False: the request itself was preempted.
         """
         while not self._reserve(request, rows):
             if self.allocator.reserve(request.kv, request.kv.committed + rows - len(request.drafts)):

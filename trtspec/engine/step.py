@@ -43,7 +43,7 @@ class Emission(NamedTuple):
 
 @dataclass
 class StepLoop:
-    """The loop and its parts. All state is in the scheduler, the requests and the cache."""
+    """The loop and its parts. It keeps no state of its own between steps."""
 
     scheduler: Scheduler
     input_builder: InputBuilder
@@ -63,7 +63,7 @@ class StepLoop:
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:
-        """Launch the target once, which verifies K+1 rows of each generating request. Commits nothing."""
+        """Launch the target once, which verifies the drafts of each generation. Commits nothing."""
         wanted = self.proposer.wanted(batch, self.scheduler)
         return self.verify(self.input_builder.build(batch, wanted))
 

@@ -12,8 +12,9 @@ def commit(kv: SequenceKV, num_rows: int, num_tokens: int, draft_len: int, draft
     """Commit a step of `num_rows` rows, `draft_len` of them drafts, that emitted `num_tokens` tokens.
 
     It keeps the rows of known tokens and of the num_tokens - 1 accepted drafts. A chunk that emits nothing has no
-    drafts. Draft KV is valid no further than the target's, as it has seen the same rejected tokens.
-    `draft_layers`: the step ran draft layers over the same rows. Their draft KV is of use only after valid draft KV.
+    drafts. kv.draft_len, the length of the valid draft KV, never exceeds the target's, as later rows were computed from
+    rejected drafts. draft_layers: the step ran draft layers over the same rows. They extend the draft KV only if it had
+    no gap before.
     """
     extended = draft_layers and kv.draft_len >= kv.committed
     kv.committed += num_rows - draft_len + (num_tokens - 1 if num_tokens else 0)

@@ -1,7 +1,7 @@
 """The packed layouts of `packed_linear`: matrices [N, K] rearranged so that few rows of x cost one pass over them.
 
-Every layout is made of 32-bit words. A word holds the next few inputs of one output column: one fp32, two bf16 or fp16,
-four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie next to each other (128 bytes, a *step*).
+Every layout but plain is made of 32-bit words. A word holds the next few inputs of one output column: one fp32, two
+bf16 or fp16, four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie next to each other (128 bytes, a *step*).
 All steps of these 32 columns follow each other (a *panel*). So a kernel reads memory in ascending order, broadcasts a
 word of x and multiplies it with a vector of columns. P = ceil(N / 32) is the number of panels. Columns and inputs that
 do not exist are zeros.
@@ -79,7 +79,7 @@ def pack_fp8(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_int4(weight: Tensor, group_size: int, symmetric: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8); each group spreads from its minimum to its maximum.
+    """weight [N, K] -> (panels uint8, scales fp16, zeros uint8); each group spans its minimum, its maximum and 0.
 
     symmetric: a group spreads equally far on both sides of 0, without zero points. zeros then has no elements, as in
     `pack_int4`.

@@ -1,12 +1,13 @@
 """Training of a draft head unrolled over K passes, as inference chains them, on whole windows of text.
 
 This is training-time test (Li et al., "EAGLE-3", arXiv 2503.01840, section 3.2): the head learns to read its own output
-in place of the target's hidden states. At pass j, row p holds the token at p + 1 + j and the output of pass j - 1. The
-row attends to pass 0 of the rows up to p, as the cache holds them when a chain starts. It also attends to its own
-earlier passes. Its goal is the target's distribution of the token at p + 2 + j.
+in place of the target's hidden states. At pass j, row p holds the token at p + 1 + j and the output of pass j - 1,
+or the target's state at pass 0. The row attends to pass 0 of the rows up to p, as the cache holds them when a chain
+starts. It also attends to itself in this and its earlier passes. Its goal is the target's distribution of the token at
+p + 2 + j.
 
-Heads without attention unroll alike. Where every pass is a module with its own cache (MTP with K modules), row p of a
-pass attends to the rows up to p of that pass.
+Heads without attention unroll in the same way. Where every pass is a module with its own cache (MTP with K modules),
+row p of a pass attends to the rows up to p of that pass.
 """
 
 from __future__ import annotations

@@ -23,15 +23,18 @@ from trtspec.models.attention import Attend
 from trtspec.models.layers import PackedEmbedding
 
 LEAST_LAYERS = 12
-"""Number of layers from which a decoder is cut.
+"""Smallest number of layers of a decoder that is cut.
 
-A smaller decoder compiles nearly as fast as a whole, and calls of blocks would slow down a small model's steps.
+A smaller decoder compiles nearly as fast uncut, and calls of blocks would slow down a small model's steps.
 """
-_SIZES = range(2, 9)  # possible numbers of layers in a block
+_SIZES = range(2, 9)  # possible numbers of layers in a block; the last block may have fewer
 
 
 def blocks_of(step: Step) -> tuple[Block, ...]:
-    """Return the blocks into which a step's decoder is cut; () if it is not cut."""
+    """Return the blocks into which a step's decoder is cut.
+
+    () if it is not cut: it has too few layers, or draft layers read the target's KV.
+    """
     if not isinstance(step, DecodeStep) or len(step.decoder.layers) < LEAST_LAYERS or step.reads_target_kv:
         return ()
     kinds = [_kind(step, layer) for layer in range(len(step.decoder.layers))]

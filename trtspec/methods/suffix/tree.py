@@ -4,9 +4,9 @@ Every token of a response begins a *window*: the token and what follows it, at m
 of the response. The tree is the compressed trie of all windows. So the count of a string (windows that begin with it)
 is the number of its occurrences.
 
-Nodes are records in flat arrays. A record exists where windows part, or where equal windows end. A child that only one
-window runs through has no record: it is stored as that window's position in the text. Most children in ordinary text
-are of this kind.
+Nodes are records in flat arrays. A record is made where windows part, or where equal windows end. A new child that only
+one window runs through gets no record: it is stored as that window's position in the text. Most children in ordinary
+text are of this kind. A record whose count falls to 1 stays.
 
 Responses lie in a ring buffer of tokens and leave it in the order in which they came. Therefore the tokens of an edge
 are read from the latest window that runs through it: as long as any of these windows is left, the latest is.
@@ -61,7 +61,7 @@ class SuffixTree:
         self._count = array("i")  # number of windows that run through it
         self._latest = array("i")  # index at which the latest of these windows begins
         self._length = array("i")
-        self._best = array("i")  # first token of its most frequent child, END if there is none, or _STALE
+        self._best = array("i")  # first token of its most frequent child but END; END if there is none; or _STALE
         self._top = array("i")  # count of that child, unless _STALE
         self._bound = array("i")  # upper bound of the other children's counts, unless _STALE
         self._free = array("i")  # records to reuse
@@ -132,7 +132,10 @@ class SuffixTree:
             node, depth = child, length
 
     def _split(self, child: int, count: int, other: int, window: array[int], begin: int, depth: int) -> int:
-        """Return a new record where the window at `begin` parts from the edge to `child`, in the window at `other`."""
+        """Split the edge to `child` where the window at `begin` differs from it, and return the record between.
+
+        other: beginning of a window that runs along this edge.
+        """
         while window[depth] == self._text[other + depth]:
             depth += 1
         node = self._record(count + 1, begin, depth)
@@ -202,7 +205,7 @@ class SuffixTree:
                 self._best[node] = _STALE
 
     def _most_frequent(self, node: int) -> int:
-        """First token of the child that most windows run through, the lowest of equals; END if there is none."""
+        """First token of the most frequent child that is not END, the lowest of equals; END if there is none."""
         if self._best[node] == _STALE:
             best, top, bound = END, 0, 0
             for token, child in self._rows.items(node):
@@ -240,8 +243,8 @@ class SuffixTree:
     def draft(self, child: int, depth: int, most: int, min_prob: float) -> Guess:
         """Return up to `most` drafts after the match of `depth` tokens that `locate` found at `child`.
 
-        Each draft is the token that most often follows. The drafts end where all of them together would follow in less
-        than `min_prob` of the match's occurrences.
+        Each draft is the token that most often follows, the END of a response left out. The drafts end where all of
+        them together would follow in less than `min_prob` of the match's occurrences.
         """
         last = min(depth + most, self.depth)
         total = count = 1 if child < 0 else self._count[child]

@@ -24,7 +24,8 @@ _SINCE = "trtspec.sending_since"
 class StalledClients:
     """An ASGI middleware around all others, which also watches the server's connections.
 
-    It cuts off a connection on which nothing moves for `limit` seconds. To the app, such a client has hung up.
+    It cuts off a connection if for `limit` seconds it has no complete request, or does not take what is being sent. To
+    the app, such a client has hung up. A connection whose request is being computed is never cut off.
     """
 
     def __init__(self, app: ASGIApp, limit: float) -> None:
