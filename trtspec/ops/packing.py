@@ -1,10 +1,10 @@
 """The packed layouts of `packed_linear`: matrices [N, K] rearranged so that few rows of x cost one pass over them.
 
 Every layout but plain is made of 32-bit words. A word holds the next few inputs of one output column: one fp32, two
-bf16 or fp16, four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie next to each other (128 bytes, a *step*).
-All steps of these 32 columns follow each other (a *panel*). So a kernel reads memory in ascending order, broadcasts a
-word of x and multiplies it with a vector of columns. P = ceil(N / 32) is the number of panels. Columns and inputs that
-do not exist are zeros.
+bf16 or fp16, four int8 or fp8, or eight 4-bit values. Words of 32 neighbouring columns lie next to each other (128
+bytes, a *step*). All steps of these 32 columns follow each other (a *panel*). So a kernel reads memory in ascending
+order, broadcasts a word of x and multiplies it with a vector of columns. P = ceil(N / 32) is the number of panels.
+Columns and inputs that do not exist are zeros.
 
     layout    weight                              scales                zeros
     plain     [N, K] of x's dtype                 none                  none
