@@ -24,7 +24,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.build.convert import convert
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
-from trtspec.gguf.file import KINDS
+from trtspec.gguf.file import TENSOR_TYPES
 from trtspec.gguf.names import KEPT_BITS, hf_name
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder, loaded_bytes
@@ -79,7 +79,7 @@ def test_weights_are_those_that_transformers_reads(tmp_path: Path, arch: str) ->
     assert all(same_bits(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", sorted(kind.name for kind in KINDS.values()))
+@pytest.mark.parametrize("kind", sorted(kind.name for kind in TENSOR_TYPES.values()))
 def test_weights_are_those_that_gguf_dequantises(tmp_path: Path, kind: str) -> None:
     """Weights of each kind, as `trtspec convert` writes them, equal those of gguf bit for bit."""
     checkpoint = make_checkpoint(tmp_path, "qwen3", tie_word_embeddings=True, **SIZES)

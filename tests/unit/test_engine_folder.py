@@ -202,7 +202,7 @@ def test_weights_of_all_kinds_come_back(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor)
 
 
-def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Path) -> None:
+def test_a_tensor_that_the_shared_file_has_is_written_and_held_once(tmp_path: Path) -> None:
     """A tensor that the shared file has is written and held once.
 
     A part of it, a copy, or another view of the same memory is another tensor. So is a tensor without elements.
@@ -216,7 +216,7 @@ def test_a_tensor_that_the_file_beside_has_is_written_and_held_once(tmp_path: Pa
     loaded = load_weight_file(file, shared)
     assert loaded["same"] is matrix
     assert all(torch.equal(loaded[name], tensor) for name, tensor in others.items())
-    with pytest.raises(CheckpointError, match="names theirs, which no file shared it has; rebuild the engine"):
+    with pytest.raises(CheckpointError, match="names theirs, which no other file of it has; rebuild the engine"):
         load_weight_file(file, {"none": none})
 
 
