@@ -324,15 +324,15 @@ class Carry:
     step made as many drafts as it may. A row past the drafts that it did make has no draft: -1 in draft_tokens.
     """
 
-    tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column of next_new_tokens; -1 = taken from input_ids
-    kept: Tensor  # [B] int64, row of next_kv_lens; -1 = taken from attn.kv_lens
+    tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column in new_tokens; -1 = taken from input_ids
+    kept: Tensor  # [B] int64, row of kept_lens; -1 = taken from attn.kv_lens
 
     def apply(self, inputs: StepInputs, new_tokens: Tensor, kept_lens: Tensor, vocab_size: int) -> StepInputs:
         """Return the inputs as they would be if the host had waited for the previous step.
 
-        new_tokens [N, max_draft_len + 1] int64 and kept_lens [N] int32 are outputs of that step. An id past the
-        vocabulary means that nothing could be drawn. Any valid id may replace it, as the request ends there. The row of
-        a draft that does not exist may hold any id, too.
+        new_tokens [N, max_draft_len + 1] int64 and kept_lens [N] int32 are buffers with the outputs of that step. An id
+        past the vocabulary means that nothing could be drawn. Any valid id may replace it, as the request ends there.
+        The row of a draft that does not exist may hold any id, too.
         """
         attn, spec = inputs.attn, inputs.spec
         ids = self.read_ids(inputs.input_ids, new_tokens, vocab_size)
@@ -361,7 +361,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts for the next step, one row for each request that wants drafts."""
+    """Drafts for the next step, one row per request; a drafter has rows only for requests that want drafts."""
 
     draft_tokens: Tensor  # [B, K] int64, target vocabulary; junk past draft_lens
     draft_lens: Tensor  # [B] int32, 0..K

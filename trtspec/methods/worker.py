@@ -131,8 +131,8 @@ class SpecWorker(nn.Module):
     ) -> tuple[Tensor, AttnMetadata]:
         """Run the first draft pass, after acceptance; return its output and the rows that it covers.
 
-        The rows of each request are in order, so the first draft is sampled after the last row that is kept. accepted:
-        [B, K+1], -1 past `counts`. counts: [B], number of accepted tokens.
+        It runs over all rows, those of rejected drafts too: attention is causal, so the last row that is kept is right.
+        accepted: [B, K+1], the emitted tokens, -1 past `counts`. counts: [B], their number: accepted drafts + 1.
         """
         ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
         return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
@@ -150,7 +150,7 @@ class SpecWorker(nn.Module):
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         taken = (counts - 1).clamp(min=0)
-        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] row of the last token that is kept
+        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] last row of `hidden` that is kept
         sampling = self.sampling_behind(counts, spec)
         kept = replace(attn, kv_lens=kv_lens)
         drafts = self.draft_from(hidden[last], kept, sampling, spec.next_draft_len, attend)
@@ -230,7 +230,7 @@ class SpecWorker(nn.Module):
         T = input_ids.shape[0]
         request = attn.requests(T)
         draws = (attn.cu_q_lens[1:].long() - 1 - spec.draft_lens)[request]  # row of the last known token
-        offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next row belongs to the prompt
+        offset = torch.arange(T, device=input_ids.device) - draws  # negative: the next token is known
         known = spec.next_prompt_token[request]
         drawn = accepted[request, offset.clamp(min=0)]
         after = torch.where(offset < 0, input_ids.roll(-1), torch.where(known >= 0, known, drawn))
