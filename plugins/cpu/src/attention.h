@@ -1,12 +1,12 @@
 // Attention of some rows of a request over its paged KV cache, for one KV head.
 //
-// A *line* is one query head of one row; the G query heads of a row that share the KV head are neighbours. Keys are cut
-// in tiles of TILE from position 0. Of each tile, K is turned on its side, so that a lane is a key, and V is widened to
-// fp32, once for all lines. Then, a few lines at a time, scores, the running softmax, and the sum of values.
+// A *line* is one query head of one row. The G query heads of a row that share the KV head are adjacent. Keys are cut
+// in tiles of TILE from position 0. For each tile, K is transposed, so that a lane is a key, and V is widened to fp32,
+// once for all lines. Then a few lines at a time compute scores, the running softmax, and the sum of values.
 //
-// A line's bits are its own: it does the same operations in the same order whatever other lines are here. A key that it
-// does not see has weight 0, and fma(0, finite, x) is x, but for the sign of a zero, which the last step clears; so it
-// makes no difference whether the keys behind a line, or whole tiles, are added or left out.
+// A line's bits depend on that line alone: its operations and their order do not depend on the other lines here. A key
+// that it does not see has weight 0. fma(0, finite, x) is x, except for the sign of a zero, which the last step clears.
+// So it makes no difference whether keys after a line's own, or whole tiles, are added or left out.
 #pragma once
 
 #include <cstdlib>
@@ -18,13 +18,13 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-constexpr int LINES = 6;                        // lines x columns of vectors: what the registers hold
+constexpr int LINES = 6;                        // lines x columns of vectors fit in the registers
 constexpr int COLUMNS = LANES == 16 ? 4 : 2;
-constexpr float FLOOR = -1e30f;                 // highest score of a line that has seen nothing: finite, so that
+constexpr float FLOOR = -1e30f;                 // highest score of a line that has seen no key. It is finite, so that
                                                 // differences are numbers
 
-// A dot product goes over units of 32 bits: one fp32 number, or two neighbouring bf16 numbers where the machine
-// multiplies those as they are.
+// A dot product goes over units of 32 bits. A unit is one fp32 number, or two adjacent bf16 numbers where the machine
+// multiplies bf16 directly.
 struct BFloat16Pair { uint32_t bits; };
 
 template <class T> struct UnitOf { using type = float; };
@@ -39,13 +39,13 @@ INLINE Vec multiply_add(BFloat16Pair a, Vec b, Vec c) {
 }
 #endif
 
-// Elements in a unit.
+// Number of elements in a unit.
 template <class Unit> constexpr int64_t elements_per = 1;
 template <> constexpr int64_t elements_per<BFloat16Pair> = 2;
 
 INLINE int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// LANES units of a head of `dim` elements, from unit `at` on; 0 past its end.
+// Load LANES units of a head of `dim` elements, from unit `at` on; 0 past the head's end.
 template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, int64_t dim) {
   constexpr int64_t packed = elements_per<Unit>;
   const T* from = head + at * packed;
@@ -57,21 +57,21 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
   return padded;
 }
 
-// What a piece is worked out with. `units` and `width` are D in units and in fp32 numbers, up to whole vectors.
+// Scratch memory of a piece. `units` and `width` are D in units and in fp32 numbers, rounded up to whole vectors.
 template <class Unit> struct Workspace {
   int64_t units, width;
   Unit* queries;    // [lines][units]
   Unit* keys;       // [units][TILE]
   float* values;    // [TILE][width]
-  float* sums;      // [lines][width], values so far, by weights relative to e^top
-  float* totals;    // [lines][LANES], weights so far, by lane
+  float* sums;      // [lines][width], sums of values so far, with weights relative to e^top
+  float* totals;    // [lines][LANES], sums of weights so far, by lane
   float* tops;      // [lines], highest score so far
-  uint64_t* seen;   // [lines], which keys of the tile
+  uint64_t* seen;   // [lines], bits of the tile's keys that the line sees
 };
 
-// -- bringing a tile in ----------------------------------------------------------------------------------------------
+// -- loading a tile --------------------------------------------------------------------------------------------------
 
-// keys[unit][key]; 0 for keys that are not of the tile.
+// Fill keys[unit][key]; 0 for keys that are not in the tile.
 template <class T, class Unit>
 void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ahead<T>& ahead) {
   const auto units_at = [&](int key, int64_t unit) {
@@ -94,7 +94,7 @@ void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ah
   }
 }
 
-// values[key][element] in fp32. Whether all of them are finite.
+// Fill values[key][element] in fp32. Return whether all of them are finite.
 template <class T>
 bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width, Ahead<T>& ahead) {
   UVec largest{};  // magnitudes as bits
@@ -136,7 +136,7 @@ INLINE void multiply(Vec (&sum)[L][C], const Unit* a, int64_t a_step, const B* b
 
 template <int L> using Scores = float[L][TILE];
 
-// scores[l][key] = scale * query l * key. Past `end`, up to a whole number of vectors, there is junk.
+// scores[l][key] = scale * query l * key. Scores from `end` on, up to a whole number of vectors, are arbitrary.
 template <int L, class Unit>
 INLINE void score(Scores<L>& scores, const Unit* queries, const Unit* keys, int64_t units, int end, float scale) {
   for (int key = 0; key < end; key += COLUMNS * LANES) {
@@ -153,7 +153,7 @@ inline void cap(float* scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < count; i += LANES) store(scores + i, tanh(load(scores + i) / softcap) * softcap);
 }
 
-// Lanes of `bits` whose bit is set, all ones.
+// Mask of lanes: all ones in the lanes whose bit of `bits` is set.
 INLINE IVec lanes_of(uint64_t bits) {
   IVec place;
 #pragma GCC unroll 16
@@ -161,9 +161,9 @@ INLINE IVec lanes_of(uint64_t bits) {
   return ((IVec{} + int32_t(bits & 0xffff)) & place) != 0;
 }
 
-// Scores of a line become weights relative to the highest score so far, which may be a new one. Returns what all
-// earlier weights are to be multiplied with. What is not seen gets 0 and is not worked out: e^-inf by way of numbers
-// below the normal ones takes as long as a hundred others.
+// Turn the scores of a line into weights relative to the highest score so far, which may be a new one. Return the
+// factor for all earlier weights. A key that is not seen gets weight 0 without an exponential: e^-inf through subnormal
+// numbers takes as long as a hundred others.
 INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
   constexpr int vectors = TILE / LANES;
   constexpr uint64_t lanes = (uint64_t(1) << LANES) - 1;
@@ -178,7 +178,7 @@ INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
   float share = 1;
   if (!(now <= before)) {
     top = now;
-    share = before == FLOOR ? 0.0f : exp(splat(before - now))[0];  // sums are 0 where nothing was seen
+    share = before == FLOOR ? 0.0f : exp(splat(before - now))[0];  // no key was seen: sums are 0
   }
   Vec added{};
 #pragma GCC unroll 16
@@ -194,7 +194,7 @@ INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
   return share;
 }
 
-// sums = sums * share + weights * values, of C vectors of each line.
+// sums = sums * share + weights * values, for C vectors of each line.
 template <int L, int C>
 INLINE void add_columns(float* sums, const Scores<L>& weights, const float (&shares)[L], const float* values,
                         int64_t width, const Tile& tile) {
@@ -218,7 +218,7 @@ INLINE void add_values(float* sums, const Scores<L>& weights, const float (&shar
   for (; d < width; d += LANES) add_columns<L, 1>(sums + d, weights, shares, values + d, width, tile);
 }
 
-// The same for one line and values that are not all finite: 0 * NaN is NaN, so what the line does not see is left out.
+// The same for one line, with values that are not all finite. 0 * NaN is NaN, so keys that are not seen are left out.
 inline void add_seen_values(float* sums, const float* weights, uint64_t seen, float share, const float* values,
                             int64_t width, const Tile& tile) {
   for (int64_t d = 0; d < width; d += LANES) {
@@ -229,7 +229,7 @@ inline void add_seen_values(float* sums, const float* weights, uint64_t seen, fl
   }
 }
 
-// Lines [line, line + L) against the tile that is in the workspace.
+// Attend with lines [line, line + L) to the tile in the workspace.
 template <int L, class Unit>
 void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const Tile& tile, bool finite, int64_t line) {
   alignas(64) Scores<L> scores = {};
@@ -245,7 +245,7 @@ void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const 
     add_seen_values(sums + l * work.width, scores[l], seen[l], shares[l], work.values, work.width, tile);
 }
 
-// All lines against it, as many at a time as registers hold.
+// Attend with all lines to the tile, as many at a time as the registers hold.
 template <class Unit>
 void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, bool finite) {
   for (int64_t line = 0, count; line < rows.lines(); line += count) {
@@ -262,9 +262,9 @@ void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile
   }
 }
 
-// -- all of it -------------------------------------------------------------------------------------------------------
+// -- a whole piece ---------------------------------------------------------------------------------------------------
 
-// sums / totals, with the sink as one more weight.
+// out = sums / totals, with the sink as one more weight.
 template <class T, class Unit> void finish(const Rows& rows, const Workspace<Unit>& work) {
   const int64_t dim = rows.args.head_dim, width = work.width;
   for (int64_t line = 0; line < rows.lines(); ++line) {
@@ -280,14 +280,14 @@ template <class T, class Unit> void finish(const Rows& rows, const Workspace<Uni
     const float total = sum(load(work.totals + line * LANES)) * share + sink;
     T* out = rows.line<T>(rows.args.out, line);
     for (int64_t d = 0; d < width; d += LANES) {
-      const Vec value = load(work.sums + line * width + d) * share / total + 0.0f;  // + 0: a zero has one sign
+      const Vec value = load(work.sums + line * width + d) * share / total + 0.0f;  // + 0 clears the sign of a zero
       if (d + LANES <= dim) store(out + d, value);
       else if (d < dim) store(out + d, value, int(dim - d));
     }
   }
 }
 
-// At least `size` fp32 numbers of memory of this thread, kept for its next call.
+// Scratch memory of this thread for at least `size` fp32 numbers, kept for the thread's next call.
 inline float* scratch(int64_t size) {
   static thread_local struct Kept {
     float* data = nullptr;
@@ -306,7 +306,7 @@ inline float* scratch(int64_t size) {
 }
 
 template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, int64_t width) {
-  constexpr int64_t line = 64 / sizeof(float);  // each part begins a cache line
+  constexpr int64_t line = 64 / sizeof(float);  // each part begins at a cache line
   const int64_t per_tile = TILE * (units + width), per_line = units + width + LANES + 1 + 2;
   float* at = scratch(per_tile + lines * per_line + 7 * line);
   const auto take = [&](int64_t size) {
@@ -339,12 +339,12 @@ template <class T, class Unit> void begin(const Rows& rows, const Workspace<Unit
   std::memset(work.totals, 0, lines * LANES * sizeof(float));
 }
 
-// Units of a head, up to whole vectors.
+// Units of a head, rounded up to whole vectors.
 template <class Unit> int64_t padded_units(const Rows& rows) {
   return round_up((rows.args.head_dim + elements_per<Unit> - 1) / elements_per<Unit>, LANES);
 }
 
-// What attend_rows does with vectors of numbers.
+// The parts of attend_rows that differ: here with vector instructions.
 template <class T> class InVectors {
  public:
   using Unit = typename UnitOf<T>::type;

@@ -1,4 +1,4 @@
-// Which keys the rows of a piece of attention see, where they lie in the cache, and asking for them ahead of time.
+// Which keys the rows of a piece of attention see, where these keys are in the cache, and how they are prefetched.
 #pragma once
 
 #include "kernels.h"
@@ -6,16 +6,16 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-constexpr int TILE = 64;  // keys; a row's bits follow from it. Masks of a tile are 64 bits
+constexpr int TILE = 64;  // number of keys. A row's bits follow from it; masks of a tile are 64 bits
 
-// Keys [first, end) of the tile that starts at position `start`: those that some line may see.
+// A tile that starts at position `start`. Some line may see its keys [first, end).
 struct Tile {
   int64_t start;
   int first, end;
   int64_t slots[TILE];
 };
 
-// Bits [low, high) of 64, for any low and high.
+// Mask of 64 bits in which bits [low, high) are set, for any low and high.
 INLINE uint64_t bits_between(int64_t low, int64_t high) {
   low = low < 0 ? 0 : low;
   high = high > 64 ? 64 : high;
@@ -23,8 +23,8 @@ INLINE uint64_t bits_between(int64_t low, int64_t high) {
   return (~uint64_t(0) >> (64 - (high - low))) << low;
 }
 
-// Bits [from, from + 64) of a row's tree mask. Before bit 0 are committed keys: ones. Words past the mask repeat its
-// last, as in the reference: nothing asks for them.
+// Bits [from, from + 64) of a row's tree mask. The bits before bit 0 belong to committed keys: they are ones. Words
+// past the mask repeat its last word, as in the reference; no code uses them.
 INLINE uint64_t tree_bits(const int32_t* mask, int64_t words, int64_t from) {
   if (from <= -64) return ~uint64_t(0);
   const auto word = [&](int64_t i) { return uint64_t(uint32_t(mask[i < words ? i : words - 1])); };
@@ -34,14 +34,14 @@ INLINE uint64_t tree_bits(const int32_t* mask, int64_t words, int64_t from) {
   return shift == 0 ? low : low | word(first + 2) << (64 - shift);
 }
 
-// One piece of work, and where its rows lie in their sequence.
+// A piece, and the positions of its rows in their sequence.
 struct Rows {
   const AttentionArgs& args;
   const AttentionPiece& piece;
-  int64_t packed;      // packed row of the first
+  int64_t packed;      // packed row of the piece's first row
   int64_t committed;   // tokens of the request before this step's rows
-  int64_t kv_len;      // and with them
-  int64_t group;       // G, query heads of a KV head
+  int64_t kv_len;      // tokens of the request together with these rows
+  int64_t group;       // G, query heads per KV head
 
   INLINE Rows(const AttentionArgs& args, const AttentionPiece& piece) : args(args), piece(piece) {
     const int64_t begin = args.cu_q_lens[piece.request], end = args.cu_q_lens[piece.request + 1];
@@ -54,14 +54,14 @@ struct Rows {
   INLINE int64_t lines() const { return piece.num_rows * group; }
   INLINE int64_t position(int64_t row) const { return committed + piece.first_row + row; }
 
-  // Row `row` of the piece sees keys within [lowest_key, end_of_keys), and in a tree not all of them.
+  // Row `row` of the piece sees keys in [lowest_key, end_of_keys). With a tree mask it does not see all of them.
   INLINE int64_t lowest_key(int64_t row) const {
     const int64_t lowest = args.window > 0 ? position(row) - args.window + 1 : 0;
     return lowest > 0 ? lowest : 0;
   }
   INLINE int64_t end_of_keys(int64_t row) const { return args.tree_mask != nullptr ? kv_len : position(row) + 1; }
 
-  // Bit i: the row sees key start + i.
+  // Bit i tells whether the row sees key start + i.
   INLINE uint64_t seen(int64_t row, int64_t start) const {
     uint64_t bits = bits_between(lowest_key(row) - start, end_of_keys(row) - start);
     if (args.tree_mask != nullptr)
@@ -69,7 +69,7 @@ struct Rows {
     return bits;
   }
 
-  // The keys [first, end) of the tile at `start` that some row may see, and their slots.
+  // Return the tile at `start`: the keys [first, end) that some row may see, and their slots.
   INLINE Tile tile(int64_t start) const {
     Tile tile;
     const int64_t first = lowest_key(0) - start, end = end_of_keys(piece.num_rows - 1) - start;
@@ -78,7 +78,7 @@ struct Rows {
     tile.end = end <= 0 ? 0 : end < TILE ? int(end) : TILE;
     const int32_t* table = args.block_tables + piece.request * args.table_step;
     for (int i = tile.first; i < tile.end;) {
-      // the rest of a block, slots [slot, slot + left), as far as it is in the tile
+      // the rest of a block, slots [slot, slot + left), up to the end of the tile
       const int64_t slot = cache_slot(table, args.table_columns, args.block_size, start + i);
       const int64_t left = args.block_size - (start + i) % args.block_size;
       for (int64_t j = 0; j < left && i < tile.end; ++j) tile.slots[i++] = slot + j;
@@ -91,7 +91,7 @@ struct Rows {
   template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
     return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
   }
-  // line = row * G + its query head within the group
+  // line = row * G + index of the line's query head in the group
   INLINE int64_t query_head(int64_t line) const { return piece.kv_head * group + line % group; }
   template <class T> INLINE T* line(const Heads& rows, int64_t line) const {
     const int64_t row = packed + line / group;
@@ -99,9 +99,9 @@ struct Rows {
   }
 };
 
-// Between steps weights have gone through the caches, so keys and values are not there: the next tile's, be it of the
-// following piece, are on their way while this one is worked on. They are asked for a few at a time, as a core waits when
-// too many lines are under way.
+// Prefetches keys and values of the next tile. Between steps the weights pass through the caches, so keys and values
+// are not there. While a tile is computed, the next tile is fetched, even if it belongs to the following piece. Only a
+// few heads are asked for at a time, because a core stalls when too many cache lines are in flight.
 template <class T> class Ahead {
  public:
   INLINE Ahead(const Rows& rows, const Tile& tile) : rows_(rows), tile_(tile), key_(tile.first), value_(tile.first) {}

@@ -1,8 +1,9 @@
-// Attention of bf16 with AMX: 16 lines against a tile of keys at a time (see attention.h), and which way each type goes.
+// Attention of bf16 with AMX: 16 lines at a time against a tile of keys (attention.h explains lines and tiles).
+// `attend` selects the implementation for each element type.
 //
-// Keys on their side are what the tile unit wants for many lines. For up to 16 it takes keys as they lie, and queries on
-// their side: that is less to turn. Values lie in pairs of keys. Weights are rounded to two bf16 numbers each, which
-// together have 16 bits: values are added up as exactly as that.
+// With many lines the tile unit needs transposed keys. With up to 16 lines it takes keys as they are in memory, and the
+// queries are transposed: that is less to transpose. Values are stored in pairs of keys. Each weight is split into two
+// bf16 numbers, which together have 16 bits. The sums of values are as exact as that.
 #pragma once
 
 #include "attention.h"
@@ -16,7 +17,7 @@ namespace trtspec::TRTSPEC_ISA {
 
 constexpr int PAIRS = TILE / 2;
 
-// Has a head a number that is not finite?
+// Return whether a head has a number that is not finite.
 inline bool has_unusable(const BFloat16* head, int64_t dim) {
   UVec largest{};  // magnitudes as bits
   for (int64_t d = 0; d < dim; d += LANES) {
@@ -26,13 +27,13 @@ inline bool has_unusable(const BFloat16* head, int64_t dim) {
   return any((IVec)(largest >= 0x7f800000));
 }
 
-// The first bf16 numbers of a head, at most 32.
+// Load the first bf16 numbers of a head, at most 32.
 INLINE __m512i load_halves(const BFloat16* from, int64_t count) {
   return _mm512_maskz_loadu_epi16(count >= 2 * LANES ? ~__mmask32(0) : (__mmask32(1) << count) - 1, from);
 }
 
-// Values as pairs; zeros for keys that are not of the tile, and for those with numbers that are not finite: their bits
-// are set in what it returns.
+// Store values as pairs of keys. Zeros replace keys that are not in the tile, and keys with numbers that are not
+// finite. Return the bits of the latter.
 inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pairs, int64_t width,
                             Ahead<BFloat16>& ahead) {
   const int64_t dim = rows.args.head_dim;
@@ -40,7 +41,7 @@ inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pa
     const bool within = key >= tile.first && key < tile.end;
     return within ? rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]) : nullptr;
   };
-  alignas(64) uint16_t from[2][2 * LANES];  // of which halves the pairs are: of the one key's, or of the other's
+  alignas(64) uint16_t from[2][2 * LANES];  // indices for pairs: of the lower 16 elements of two keys, then the upper
   for (int i = 0; i < 2 * LANES; ++i) from[0][i] = i / 2 + i % 2 * 32, from[1][i] = from[0][i] + LANES;
   const __m512i low = _mm512_load_si512(from[0]), high = _mm512_load_si512(from[1]);
   const __m512i magnitude = _mm512_set1_epi16(0x7fff);
@@ -67,7 +68,7 @@ inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pa
   return unusable;
 }
 
-// A line's weights as two bf16 numbers each: the nearest, and what is left.
+// Split each weight of a line into two bf16 numbers: the nearest one, and the rest.
 INLINE void split_weights(const float* weights, BFloat16Pair* high, BFloat16Pair* low) {
   for (int key = 0; key < TILE; key += 2 * LANES) {
     const Vec first = load(weights + key), second = load(weights + key + LANES);
@@ -80,7 +81,7 @@ INLINE void split_weights(const float* weights, BFloat16Pair* high, BFloat16Pair
   }
 }
 
-// added[line][element] = weights * values of 64 elements, or of fewer `blocks` of 16.
+// added[line][element] = weights * values, for `blocks` blocks of 16 elements: at most 64 elements.
 INLINE void multiply_values(const BFloat16Pair (&high)[SIDE][PAIRS], const BFloat16Pair (&low)[SIDE][PAIRS],
                             const BFloat16Pair* pairs, int64_t width, int64_t blocks, float (&added)[SIDE][TILE]) {
   constexpr int64_t row_bytes = sizeof high[0], sums_bytes = sizeof added[0];
@@ -111,7 +112,7 @@ INLINE void multiply_values(const BFloat16Pair (&high)[SIDE][PAIRS], const BFloa
   TILE_STORE(3, added[0] + 3 * SIDE, sums_bytes);
 }
 
-// scores[line][key] = query * key, of keys on their side.
+// scores[line][key] = query * key, with transposed keys.
 INLINE void multiply_keys(const BFloat16Pair* queries, const BFloat16Pair* keys, int64_t units,
                           float (&scores)[SIDE][TILE]) {
   constexpr int64_t keys_bytes = TILE * sizeof(BFloat16Pair), scores_bytes = sizeof scores[0];
@@ -138,14 +139,14 @@ INLINE void multiply_keys(const BFloat16Pair* queries, const BFloat16Pair* keys,
   TILE_STORE(3, scores[0] + 3 * SIDE, scores_bytes);
 }
 
-// SIDE keys as they lie in memory.
+// SIDE keys as they are in memory.
 struct KeysOfSide {
   const void* first;
-  int64_t step;  // bytes from one to the next
+  int64_t step;  // bytes from one key to the next
 };
 
-// The same the other way round, of `count` lines whose queries lie on their side: each product is what it was, and so
-// is the order in which they are added up.
+// The same with transposed queries of `count` lines, and with keys as they are in memory. Each product is the same, and
+// so is the order of the additions.
 INLINE void multiply_lying_keys(const BFloat16Pair* queries, const KeysOfSide (&keys)[TILE / SIDE], int64_t units,
                                 int64_t count, float (&scores)[SIDE][TILE]) {
   alignas(64) float turned[TILE][SIDE];
@@ -182,7 +183,7 @@ INLINE void multiply_lying_keys(const BFloat16Pair* queries, const KeysOfSide (&
   }
 }
 
-// What attend_rows does with tiles of numbers.
+// The parts of attend_rows that differ: here with AMX tiles.
 class InTiles {
  public:
   explicit InTiles(const Rows& rows)
@@ -217,8 +218,9 @@ class InTiles {
   const Workspace<BFloat16Pair> work;
 
  private:
-  // Where each side of the tile's keys lies: in the cache, if a side is in one block and its heads fill whole tiles, or
-  // copied together. What lies there of keys that are not of the tile makes no difference: no line sees them.
+  // Find the keys of each side of the tile. They are in the cache if a side is in one block and its heads fill whole
+  // tiles. Else they are copied to one place. Keys that are not in the tile may have any content, because no line sees
+  // them.
   void find_keys(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
     const AttentionArgs& args = rows.args;
     const bool as_they_lie = args.block_size % SIDE == 0 && args.head_dim % (2 * SIDE) == 0;
@@ -242,7 +244,7 @@ class InTiles {
     }
   }
 
-  // Lines [line, line + count), at most 16, against the tile that is in the workspace.
+  // Attend with lines [line, line + count), at most 16, to the tile in the workspace.
   void attend_side(const Rows& rows, const Tile& tile, int64_t line, int64_t count) const {
     const AttentionArgs& args = rows.args;
     alignas(64) float scores[SIDE][TILE], added[SIDE][TILE];
@@ -271,15 +273,15 @@ class InTiles {
         add_value(rows, tile, __builtin_ctzll(left), scores[l], work.sums + (line + l) * work.width);
   }
 
-  // sums += weight * value of a key, whose numbers are not all finite.
+  // sums += weight * value, for a key whose numbers are not all finite.
   void add_value(const Rows& rows, const Tile& tile, int key, const float* weights, float* sums) const {
     const BFloat16* const from = rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]);
     for (int64_t d = 0; d < work.width; d += LANES)
       store(sums + d, fma(splat(weights[key]), load_units<float>(from, d, rows.args.head_dim), load(sums + d)));
   }
 
-  BFloat16Pair* const pairs_;  // [PAIRS][width], of each element those of two neighbouring keys
-  const bool keys_lie_;  // so few lines that queries are turned instead
+  BFloat16Pair* const pairs_;  // [PAIRS][width], each element of two adjacent keys
+  const bool keys_lie_;  // few lines: queries are transposed instead of keys
   const Tiles tiles_;
   KeysOfSide keys_[TILE / SIDE];
   uint64_t unusable_ = 0;

@@ -1,4 +1,4 @@
-// Picks the instruction set, once.
+// Selects the instruction set, once.
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -28,14 +28,14 @@ namespace amx { extern const Kernels table; }
 #endif
 
 #if defined(__x86_64__)
-// __builtin_cpu_supports("avxvnni") is not known to g++ 11 and 12, nor to clang++ 14.
+// g++ 11 and 12 and clang++ 14 do not know __builtin_cpu_supports("avxvnni").
 static bool has_avx_vnni() {
   unsigned a, b, c, d;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) != 0 && (a & 1u << 4) != 0;
 }
 #endif
 
-// Tiles for bf16 and int8, in a system that lets this process use them when it is asked.
+// Return whether the CPU has tiles for bf16 and int8, and the system lets this process use them on request.
 static bool has_amx() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25, WANTED = BF16 | TILE | INT8;
@@ -48,7 +48,7 @@ static bool has_amx() {
 #endif
 }
 
-// Best first.
+// Return the tables that this machine supports, best first.
 static std::vector<const Kernels*> supported() {
   std::vector<const Kernels*> tables;
 #if defined(__x86_64__)
@@ -88,8 +88,8 @@ const Kernels& kernels() {
   return table;
 }
 
-// Measured on Zen 4 (products of few rows took up to twice as long when they asked for memory ahead of them) and on
-// Intel's Sapphire Rapids (they took less time so).
+// Return whether AMD made the CPU. On Zen 4, products of few rows took up to twice as long if they prefetched memory.
+// On Intel's Sapphire Rapids they took less time with prefetches.
 static bool made_by_amd() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -115,7 +115,7 @@ bool usable() noexcept {
 
 }  // namespace trtspec
 
-// For Python (see __init__.py): which instruction set serves, or "!" and why none does.
+// For Python (__init__.py): name of the instruction set in use, or "!" and the reason why there is none.
 extern "C" __attribute__((visibility("default"))) const char* trtspec_cpu_isa() {
   try {
     return trtspec::kernels().name;

@@ -1,6 +1,7 @@
-// What AOTInductor's graphs call instead of torch's dispatcher, which costs several microseconds an op through their
-// proxy executor. Names and signatures are fixed by AOTInductor; they are declared to it as they stand here. A graph's own
-// loops come here, too (trtspec/backends/aoti/loops.py): nothing in it runs on other threads than ours.
+// Functions that AOTInductor's graphs call instead of torch's dispatcher. A graph reaches the dispatcher through its
+// proxy executor, which costs several microseconds an op. AOTInductor fixes names and signatures, and it gets the
+// declarations exactly as they are here. A graph's own loops come here too (trtspec/backends/aoti/loops.py). So nothing
+// in a graph runs on other threads than ours.
 #include "ops.h"
 #include "threads.h"
 
@@ -12,7 +13,7 @@ static std::optional<Tensor> optional_tensor(AtenTensorHandle* handle) {
   return handle == nullptr ? std::nullopt : std::optional(tensor(*handle));
 }
 
-// A graph learns that a call failed, not why.
+// Run body and return whether it failed. A graph does not get the reason.
 template <class Body> static AOTITorchError guarded(const Body& body) noexcept {
   try {
     body();

@@ -1,6 +1,7 @@
-// Compiled graphs run in a row: each is given what the one before it gives. Through the C functions that AOTInductor puts
-// into every graph's library (torch/csrc/inductor/aoti_runtime/interface.h, which is not for code that is to run with
-// several releases of torch): a call by way of Python and torch's loader takes microseconds more.
+// Runs compiled graphs one after the other: each takes the last output of the one before it. This file calls the C
+// functions that AOTInductor puts into every graph's library (torch/csrc/inductor/aoti_runtime/interface.h). That
+// header is not for code that runs with several releases of torch, so it is not included. A call through Python and
+// torch's loader takes microseconds more.
 #include <dlfcn.h>
 
 #include <map>
@@ -12,7 +13,7 @@
 namespace trtspec {
 namespace {
 
-using Container = void*;  // a graph with its constants, AOTInductorModelContainerHandle
+using Container = void*;  // a graph with its constants: AOTInductorModelContainerHandle
 
 template <class... Args> using Function = int32_t(Args...);
 
@@ -34,7 +35,7 @@ class Library {
 
   Container container() const { return container_.get(); }
 
-  // What the graph calls its constants, and what they are called where it was exported.
+  // Pairs of a constant's names: in the graph, and in the exported program.
   std::vector<std::pair<const char*, const char*>> constants() const {
     size_t count;
     ask("ContainerGetNumConstants", container(), &count);
@@ -70,7 +71,8 @@ class Library {
   std::unique_ptr<void, Function<Container>*> container_{nullptr, nullptr};
 };
 
-// Deletes those that nobody has taken over: a graph sets what it takes to null.
+// Tensor handles. The destructor deletes those that nothing has taken over: a graph sets the handles that it takes to
+// null.
 class Handles {
  public:
   explicit Handles(size_t count) : handles_(count) {}
@@ -85,16 +87,16 @@ class Handles {
   std::vector<AtenTensorHandle> handles_;
 };
 
-// A graph on its own weights and caches.
+// A graph with its own weights and caches.
 class Graph {
  public:
-  // constants: in the order of Library::constants. memory: inputs that follow those of each run.
+  // constants: in the order of Library::constants. memory: inputs after those of each run.
   Graph(const std::string& path, std::vector<Tensor> constants, std::vector<Tensor> memory)
       : constants_(std::move(constants)), memory_(std::move(memory)), library_(path) {
     const auto names = library_.constants();
     OP_REQUIRES(names.size() == constants_.size(), "open_graph: constants are ", constants_.size(), "; want ",
                 names.size());
-    std::vector<Constant> held(names.size());  // of each the graph keeps a handle, also when it is gone
+    std::vector<Constant> held(names.size());  // the graph keeps these handles, also after `held` is gone
     for (size_t i = 0; i < held.size(); ++i) held[i] = {names[i].first, constants_[i].handle()};
     const Container container = library_.container();
     library_.ask("ContainerUpdateUserManagedConstantBufferPairs", container, held.data(), held.size(), false, true);
@@ -103,7 +105,7 @@ class Graph {
     OP_REQUIRES(memory_.size() < inputs_, "open_graph: memory is ", memory_.size(), " tensors, and it takes ", inputs_);
   }
 
-  // first: in the place of inputs[0]. Appends what the graph gives.
+  // first: replaces inputs[0]. The graph's outputs are appended to `given`.
   void run(const Tensor& first, const std::vector<Tensor>& inputs, std::vector<Tensor>& given) const {
     const size_t count = inputs.size() + memory_.size();
     OP_REQUIRES(count == inputs_, "run_graphs: inputs are ", inputs.size(), "; want ", inputs_ - memory_.size());
@@ -112,7 +114,7 @@ class Graph {
     *next++ = first.another();
     for (size_t i = 1; i < inputs.size(); ++i) *next++ = inputs[i].another();
     for (const Tensor& tensor : memory_) *next++ = tensor.another();
-    void* const none = nullptr;  // of streams, and of ops that a graph would call by way of torch's loader
+    void* const none = nullptr;  // no streams, and no ops that a graph would call through torch's loader
     library_.expect(run_(library_.container(), taken.data(), count, outputs.data(), outputs_, none, none));
     for (size_t i = 0; i < outputs_; ++i) given.push_back(Tensor::owned(std::exchange(outputs.data()[i], nullptr)));
   }
@@ -125,7 +127,7 @@ class Graph {
       library_.find<Container, AtenTensorHandle*, size_t, AtenTensorHandle*, size_t, void*, void*>("ContainerRun");
 };
 
-// Graphs that are open, by number; as long as the process.
+// Open graphs, by number. The object lives as long as the process.
 struct Open {
   std::mutex mutex;
   std::map<int64_t, std::shared_ptr<const Graph>> graphs;
@@ -149,7 +151,7 @@ int64_t open_graph(const std::string& library, const std::vector<Tensor>& consta
 }
 
 void close_graph(int64_t number) {
-  std::shared_ptr<const Graph> last;  // goes when the lock is gone
+  std::shared_ptr<const Graph> last;  // destroyed after the lock is released
   const std::lock_guard lock(opened.mutex);
   if (const auto found = opened.graphs.find(number); found != opened.graphs.end()) {
     last = std::move(found->second);
@@ -157,7 +159,8 @@ void close_graph(int64_t number) {
   }
 }
 
-// What each of them gives, of which the last is the next one's first input. The other inputs are the same for all.
+// Run graphs one after the other and return all their outputs. The last output of a graph is the next one's first
+// input. The other inputs are the same for all graphs.
 std::vector<Tensor> run_graphs(const std::vector<int64_t>& numbers, const std::vector<Tensor>& inputs) {
   OP_REQUIRES(!inputs.empty(), "run_graphs: there are no inputs");
   std::vector<std::shared_ptr<const Graph>> graphs;

@@ -1,4 +1,4 @@
-// Compiled once per instruction set (see build.py): everything that wants vector instructions.
+// Everything that needs vector instructions. It is compiled once per instruction set (build.py).
 #include "attention_tiles.h"
 #include "kernels.h"
 #include "linear.h"

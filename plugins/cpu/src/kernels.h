@@ -1,6 +1,6 @@
-// What the bindings (torch) and the kernels (no torch) know of each other: plain arguments and one table per
-// instruction set. A kernel does a range of independent pieces of its op, so that the binding can share them out among
-// threads; no result depends on how they are shared out.
+// The interface between the bindings (which use torch) and the kernels (which do not): plain arguments and one table
+// per instruction set. A kernel works on a range of independent pieces of its op, so the binding can share the pieces
+// out among threads. No result depends on how they are shared out.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,19 @@ namespace trtspec {
 
 enum class Element { fp32, fp16, bf16 };
 
-// Rows of heads of D elements; the elements of a head are neighbours, row and head steps are in elements.
+// Rows of heads of D elements. The elements of a head are adjacent; row and head steps are in elements.
 struct Heads {
   void* data;
   int64_t row_step, head_step;
 };
 
-// See trtspec/ops/attention.py. The new rows are in the cache already. Block ids are in range; other integers need not
-// make sense: a position that the table does not cover is in scratch block 0.
+// Arguments of attention; trtspec/ops/attention.py defines the op. The new rows are in the cache already. Block ids are
+// in range. Other integers need not be valid: a position that the block table does not cover is in scratch block 0.
 struct AttentionArgs {
   Element element;
   int64_t q_heads, kv_heads, head_dim;
-  Heads q, out;                            // rows are packed rows
-  Heads k_cache, v_cache;                  // rows are slots: block * block_size + place in the block
+  Heads q, out;                            // each row is a packed row
+  Heads k_cache, v_cache;                  // each row is a slot: block * block_size + offset in the block
   int64_t block_size;
   const int32_t* cu_q_lens;                // [B+1]
   const int32_t* kv_lens;                  // [B]
@@ -34,12 +34,13 @@ struct AttentionArgs {
   int64_t window;
 };
 
-// Rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
+// A piece of attention: rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
 struct AttentionPiece {
   int64_t request, first_row, num_rows, kv_head;
 };
 
-// Slot of a position of the sequence whose blocks are `table`. (static: every instruction set has its own copy.)
+// Slot of a position of the sequence with block table `table`. The function is static: every instruction set has its
+// own copy.
 static inline int64_t cache_slot(const int32_t* table, int64_t columns, int64_t block_size, int64_t position) {
   if (position < 0) return 0;
   const int64_t column = position / block_size;
@@ -56,7 +57,7 @@ struct SampleArgs {
   int64_t V;
 };
 
-// A null pointer is a group that no row uses.
+// Arguments of process_logits. A null pointer means that no row uses this group of arguments.
 struct LogitsArgs {
   const float* logits;         // [R, V]
   float* out;                  // [R, V], written
@@ -79,20 +80,20 @@ struct LogitsArgs {
   const float* min_ps;         // [R]
 };
 
-// One thread's own. Null where no row uses what it is for.
+// Scratch memory of one thread. An array has no elements if no row uses it.
 struct LogitsScratch {
-  int32_t* counts;  // [V] zeros: penalties
-  uint32_t* keys;   // [V + LOGITS_SLACK]: top-k and top-p
+  int32_t* counts;  // [V] zeros: for penalties
+  uint32_t* keys;   // [V + LOGITS_SLACK]: for top-k and top-p
   float* values;    // [V + LOGITS_SLACK]
 };
-constexpr int64_t LOGITS_SLACK = 16;  // whole vectors are written
+constexpr int64_t LOGITS_SLACK = 16;  // kernels write whole vectors
 
-// packed_linear: see trtspec/ops/packing.py for the layouts.
+// Formats of packed_linear's weights; trtspec/ops/packing.py explains their layouts.
 enum class WeightFormat { fp32, bf16, fp16, int8, int8_groups, int4, fp8 };
 
-constexpr int64_t PANEL = 32;                   // output columns that lie side by side
-constexpr int64_t STEP_BYTES = 4 * PANEL;       // a 32-bit word of every column of a panel
-constexpr int64_t ROWS_AT_ONCE = 16;            // it may read prepared rows up to a multiple of this, whatever they hold
+constexpr int64_t PANEL = 32;                   // number of adjacent output columns
+constexpr int64_t STEP_BYTES = 4 * PANEL;       // one 32-bit word of each column of a panel
+constexpr int64_t ROWS_AT_ONCE = 16;            // kernels may read prepared rows up to a multiple of this; any content
 
 struct LinearArgs {
   WeightFormat format;
@@ -100,48 +101,49 @@ struct LinearArgs {
   bool float_out;
   int64_t rows, depth, out_features;            // T, K, N
   const void* x;                                // [T, K]
-  int64_t x_step;                               // elements from row to row
+  int64_t x_step;                               // elements from one row to the next
   const void* weight;
   int64_t steps;                                // words of a column
   int64_t groups;                               // scales of a column: K/g for int4 and int8_groups, else 1
   const void* scales;
-  const uint8_t* zeros;                         // of int4; null: 8 everywhere
-  float x_scale;                                // of fp8: x is made a multiple of it; 0: x as it is
+  const uint8_t* zeros;                         // for int4; null: 8 everywhere
+  float x_scale;                                // for fp8: scale with which x is quantised; 0: x stays as it is
   const void* bias;                             // null: none
   void* out;                                    // [T, N]
-  bool reads_ahead;                             // the machine does, and best for few rows when it is left alone
-  char* prepared;                               // [T up to ROWS_AT_ONCE, linear_row_bytes]: see linear_prepare
+  bool reads_ahead;                             // hardware prefetches suffice: few rows are fastest without our own
+  char* prepared;                               // [T rounded up to ROWS_AT_ONCE, linear_row_bytes], by linear_prepare
 };
 
 struct Kernels {
   const char* name;
-  // `following`: the piece that the caller is going to do next, or null.
+  // `following`: the piece that the caller does next, or null.
   void (*attend)(const AttentionArgs&, const AttentionPiece&, const AttentionPiece* following);
-  void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // rows
-  void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // rows
-  // Bytes of a row of x as linear_block wants it: widened or quantised, and padded.
+  void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // a range of rows
+  void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // a range of rows
+  // Bytes of a row of x in the form that linear_block needs: widened or quantised, and padded.
   int64_t (*linear_row_bytes)(const LinearArgs&);
   void (*linear_prepare)(const LinearArgs&, int64_t row_begin, int64_t row_end);
-  // Rows that linear_block does at a time, at most.
+  // Largest number of rows that linear_block does at a time.
   int64_t (*linear_block_rows)(const LinearArgs&);
-  // Bytes of weights that linear_block multiplies in a few microseconds: more make threads wait for the last one.
+  // Bytes of weights that linear_block multiplies in a few microseconds. With more, threads would wait for the last
+  // one.
   int64_t (*linear_chunk_bytes)(const LinearArgs&);
-  // out[row_begin..row_end) for the columns of some panels; at most a block of rows.
+  // Compute out[row_begin..row_end) for the columns of some panels. The rows are at most one block.
   void (*linear_block)(const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 
-  // For benchmarks: see probe.h.
+  // For benchmarks: read memory, or multiply in registers, as fast as possible (probe.h).
   int32_t (*read_memory)(const char* from, int64_t bytes);
   int64_t (*multiply)(WeightFormat format, int64_t groups, int64_t group_steps);
 };
 
-// The table of the best instruction set this machine has, or of the one TRTSPEC_CPU_ISA names.
+// Return the table of the best instruction set that this machine has, or of the one that TRTSPEC_CPU_ISA names.
 const Kernels& kernels();
 
-// What to set LinearArgs::reads_ahead to. A test may change it: it returns what it was.
+// The value for LinearArgs::reads_ahead. Tests may set it; the setter returns the previous value.
 bool machine_reads_ahead();
 bool set_machine_reads_ahead(bool);
 
-// Whether there is one; if not, no op of this library is registered, and the references serve.
+// Return whether kernels() has a table. Without one no op of this library is registered, and the reference ops serve.
 bool usable() noexcept;
 
 }  // namespace trtspec

@@ -1,12 +1,13 @@
 // packed_linear for packed weights: x [T, K] times panels of 32 output columns.
 //
-// A slice of the weights is read once for all rows of x: a step of a panel (32 columns x one 32-bit word) is loaded,
-// and each row's word is broadcast and multiplied with it. An output is one accumulator that takes the steps in order,
-// whatever the number of rows; that is why a row's bits do not depend on its neighbours. With one row the kernel runs at
-// the speed of memory, and so it does with more, until their multiplications take longer.
+// The weights are read once for all rows of x, slice by slice. The kernel loads a step of a panel (32 columns x one
+// 32-bit word), broadcasts each row's word and multiplies it with the step. An output has one accumulator, which takes
+// the steps in order, whatever the number of rows. So a row's bits do not depend on the other rows. With one row the
+// kernel runs at the speed of memory. With more rows it does so too, until their multiplications take longer.
 //
-// Many rows are blocks of BLOCK_ROWS, and within a block the same tiles go over a slice of the panel while it is in L1.
-// Between slices the accumulators lie in memory as they are, so the order of additions stays the same.
+// linear_block cuts many rows into blocks of SUMS_ROWS. Within a block, all tiles pass over a slice of the panel while
+// it is in L1. Between slices the accumulators are kept in memory as they are, so the order of the additions is the
+// same.
 #pragma once
 
 #include <array>
@@ -31,14 +32,14 @@ void tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulat
   else column_tile<Format, ROWS, N>(args, piece, ahead, sums);
 }
 
-// Of 1, 2, ... rows.
+// Functions for tiles of 1, 2, ... rows.
 template <class Format, bool in_one_pass, int... N> constexpr auto tiles_of(std::integer_sequence<int, N...>) {
   return std::array{&tile<Format, N + 1, in_one_pass>...};
 }
 
-// body(row, count) for tiles of at most TILE_ROWS rows, as even as can be: 13 rows are 7 and 6, as a tile of one row
-// would cost nearly as much as one of six. Where tiles of two rows pass over a panel once and others twice, the last
-// may be one of two.
+// Call body(row, count) for tiles of at most TILE_ROWS rows, as even as possible. 13 rows become 7 and 6, because a
+// tile of one row would cost nearly as much as one of six. Where tiles of two rows pass over a panel once and others
+// twice, the last tile may have two rows.
 template <class Format, class Body> INLINE void for_tiles(int64_t rows, Body body) {
   constexpr int MOST = TILE_ROWS<Format>;
   constexpr bool pairs_are_cheap = vectors_at_once<Format>(2) > vectors_at_once<Format>(MOST);
@@ -53,14 +54,14 @@ template <class Format, class Body> INLINE void for_tiles(int64_t rows, Body bod
   if (pair > 0) body(row, pair);
 }
 
-// For every slice of a panel, [step, step + steps) of its steps.
+// Call body(step, steps) for every slice of a panel: steps [step, step + steps).
 template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) {
   for (int64_t step = 0; step < args.steps; step += SLICE_STEPS)
     body(step, args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS);
 }
 
-// sums = x * panel, of so few rows that a machine which reads ahead keeps up with them: in as few passes as registers
-// allow. All they ask for is what they are about to load, which is a little faster than to ask for nothing.
+// sums = x * panel, for so few rows that a machine that reads ahead keeps up with them, in as few passes as the
+// registers allow. The tiles prefetch only what they are about to load, which is a little faster than no prefetch.
 template <class Format>
 void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   constexpr int MOST = Format::streamed_rows(MOST_GROUP_STEPS);
@@ -71,14 +72,14 @@ void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, 
   });
 }
 
-// How far ahead tiles ask for memory, in bytes, at most.
+// Largest distance, in bytes, at which tiles prefetch memory.
 INLINE int64_t look_ahead(const LinearArgs& args, int64_t rows, int64_t passes) {
   if (passes > 1 && (args.reads_ahead || rows > 2)) return A_SLICE_AHEAD;
   return args.reads_ahead ? TWO_PAGES_AHEAD : rows <= 2 ? A_LITTLE_AHEAD : A_PAGE_AHEAD;
 }
 
-// sums = x * panel, slice by slice. While tiles are busy with a slice they ask for what comes behind it, each pass for
-// its share: memory and arithmetic have the same time.
+// sums = x * panel, slice by slice. While tiles compute a slice, they prefetch what comes after it, each pass its
+// share. So memory accesses and arithmetic overlap.
 template <class Format>
 void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   begin_sums(sums, rows);
@@ -107,7 +108,7 @@ void fp8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int
       store(sums[r] + lane, load(sums[r] + lane) * (load(scales + lane) * unit));
 }
 
-// How the sums of a format are made, of as many rows as there are.
+// A function that computes the sums of a panel in one format, for all given rows.
 typedef void PanelKernel(const LinearArgs&, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators*);
 
 #if defined(__AMX_INT8__)
@@ -129,7 +130,7 @@ void int8_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
   const float* scales = static_cast<const float*>(args.scales) + panel * PANEL;
   for (int64_t r = 0; r < rows; ++r, x += row_bytes)
     for (int64_t lane = 0; lane < PANEL; lane += LANES) {
-      const int32_t sum_of_x = in_tiles<Int8Weights>(args) ? 0 : layout.sums(x)[0];  // tiles take weights as they are
+      const int32_t sum_of_x = in_tiles<Int8Weights>(args) ? 0 : layout.sums(x)[0];  // tiles take signed weights
       const Vec exact = Int8Weights::exact(load_as<IVec>(sums[r] + lane), sum_of_x);
       store(sums[r] + lane, exact * (load(scales + lane) * layout.scales(x)[0]));
     }
@@ -167,9 +168,9 @@ INLINE auto row_writer(const LinearArgs& args) {
   }
 }
 
-// -- rows of x, as the tiles want them --------------------------------------------------------------------------------
+// -- preparing rows of x for the tiles --------------------------------------------------------------------------------
 
-// x [K] widened to Input, if it is not that already, and padded with zeros to whole words.
+// Widen x [K] to Input, unless it has this type already, and pad it with zeros to whole words.
 template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_t padded, Input* to) {
   int64_t k = 0;
   if constexpr (std::is_same_v<Input, T>) {
@@ -182,10 +183,10 @@ template <class Input, class T> void widen_row(const T* x, int64_t depth, int64_
   for (; k < padded; ++k) to[k] = Input{};
 }
 
-// |x| as integers that compare like it: infinities and NaNs are above every finite number.
+// Magnitudes |x| as integers of the same order: infinities and NaNs are above every finite number.
 INLINE IVec magnitude_bits(Vec v) { return (IVec)v & 0x7fffffff; }
 
-// The largest |x| of a group; NaN if there is one.
+// Return the largest |x| of a group; NaN if the group has one.
 template <class T> INLINE float largest_magnitude(const T* x, int64_t count) {
   IVec top = {};
   for (int64_t k = 0; k < count; k += LANES) {
@@ -196,11 +197,11 @@ template <class T> INLINE float largest_magnitude(const T* x, int64_t count) {
   return load_as<float>(&best);
 }
 
-// Round a group to integers of at most 127; returns their sum. A group of (nearly) nothing is zeros; so is one with an
-// infinity or a NaN, whose scale makes NaN of its results.
+// Round a group to integers of magnitude at most 127 and return their sum. A group of (nearly) nothing becomes zeros.
+// So does a group with an infinity or a NaN, and its scale makes its results NaN.
 template <class T> INLINE int32_t quantize_group(const T* x, int64_t count, float largest, int8_t* to) {
   constexpr float TINY = 1e-30f;               // as in trtspec/ops/linear.py
-  constexpr float ROUND = 12582912.0f;         // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  constexpr float ROUND = 12582912.0f;         // 1.5 * 2^23: when it is added, the low bits are the nearest integer
   if (!(largest >= TINY && largest <= 3.402823466e38f)) {
     std::memset(to, 0, count);
     return 0;
@@ -236,11 +237,11 @@ template <class Format, class T> void quantize_row(const LinearArgs& args, const
   }
 }
 
-// To the nearest e4m3 number, ties to even, of at most 448; NaN stays NaN.
+// Round to the nearest e4m3 number, ties to even, of magnitude at most 448; NaN stays NaN.
 INLINE Vec round_e4m3(Vec v) {
   const Vec held = min(splat(448.0f), max(splat(-448.0f), v));
   const UVec exponent = (UVec)held >> 23 & 0xff, least = UVec{} + 121;  // of 2^-6, the smallest normal number
-  // 1.5 * 2^20 * 2^exponent: adding it leaves three bits behind the leading one
+  // 1.5 * 2^20 * 2^exponent: when it is added, three bits after the leading one are left
   const Vec round = (Vec)(((exponent > least ? exponent : least) + 20) << 23 | 0x400000u);
   return held + round - round;
 }
@@ -276,7 +277,7 @@ template <class T> void prepare_row(const LinearArgs& args, int64_t row, char* t
   else widen(Fp16Weights{});
 }
 
-// -- the table's entries ----------------------------------------------------------------------------------------------
+// -- entries of the kernel table --------------------------------------------------------------------------------------
 
 INLINE int64_t prepared_bytes(const LinearArgs& args) {
   const int64_t steps = row_steps(args);
@@ -295,8 +296,8 @@ INLINE int64_t prepared_bytes(const LinearArgs& args) {
   }
 }
 
-// An odd number of cache lines: a tile reads the same place of all its rows at once, and 4 KB apart these would be in one
-// set of L1.
+// Bytes of a prepared row, an odd number of cache lines. A tile reads the same offset of all its rows at once. Rows
+// 4 KB apart would be in one set of L1.
 int64_t linear_row_bytes(const LinearArgs& args) { return ((prepared_bytes(args) + 63) / 64 | 1) * 64; }
 
 void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) {
@@ -319,7 +320,7 @@ INLINE auto panel_kernel(const LinearArgs& args) {
   }
 }
 
-constexpr int64_t SUMS_ROWS = 96;  // whose sums stay in L1, next to a slice of a panel
+constexpr int64_t SUMS_ROWS = 96;  // their sums stay in L1, together with a slice of a panel
 
 int64_t linear_block_rows(const LinearArgs& args) {
 #if defined(__AMX_INT8__)
@@ -333,14 +334,14 @@ int64_t linear_block_rows(const LinearArgs& args) {
 
 int64_t linear_chunk_bytes(const LinearArgs& args) {
   const int64_t block_rows = linear_block_rows(args), rows = args.rows < block_rows ? args.rows : block_rows;
-#if defined(__AMX_INT8__)  // to set tiles up takes a twentieth of a microsecond
+#if defined(__AMX_INT8__)  // tile setup takes a twentieth of a microsecond
   if (tile_bytes(args) > 0) {
-    constexpr int64_t PANELS_OF_MANY_ROWS = 4;  // whose results of a row lie side by side
+    constexpr int64_t PANELS_OF_MANY_ROWS = 4;  // their results of a row are adjacent in memory
     if (args.rows > block_rows) return PANELS_OF_MANY_ROWS * args.steps * STEP_BYTES;
     return 32 * 1024 / ((rows + 2 * SIDE - 1) / (2 * SIDE));
   }
 #endif
-  constexpr int64_t ROWS_FOR_ONE = 4;  // that take as long as one
+  constexpr int64_t ROWS_FOR_ONE = 4;  // rows that take as long as one
   return 32 * 1024 / ((rows + ROWS_FOR_ONE - 1) / ROWS_FOR_ONE);
 }
 

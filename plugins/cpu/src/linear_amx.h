@@ -1,8 +1,8 @@
-// packed_linear with AMX: 16 rows of x against a panel at a time, in tiles.
+// packed_linear with AMX: 16 rows of x at a time against a panel, in tiles.
 //
-// A tile of weights is 16 steps of half a panel, as they lie in memory; a tile of x is the words of 16 rows that go with
-// it. The tile unit adds up the products of each row in one order, whatever the other rows are. It does so much faster
-// than memory gives weights: 16 rows of bf16 or int8 take about the time of one.
+// A tile of weights is 16 steps of half a panel, as they are in memory. A tile of x holds the matching words of 16
+// rows. The tile unit adds up the products of each row in one order, whatever the other rows are. It is much faster
+// than memory delivers weights: 16 rows of bf16 or int8 take about the time of one.
 #pragma once
 
 #include <type_traits>
@@ -14,8 +14,8 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-// The compiler's own intrinsics do not tell it that they read memory. Tiles 0 to 3 are sums, 4 and 5 rows, 6 and 7
-// weights.
+// The compiler's own intrinsics do not tell the compiler that they read memory, hence these macros. Tiles 0 to 3 are
+// sums, tiles 4 and 5 are rows of x, tiles 6 and 7 are weights.
 #define TILE_ZERO(tile) asm volatile("tilezero %%tmm" #tile ::)
 #define TILE_LOAD(tile, from, row_bytes) \
   asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(int64_t(row_bytes)) : "memory")
@@ -24,10 +24,11 @@ namespace trtspec::TRTSPEC_ISA {
 #define TILE_MULTIPLY(instruction, sums, x, weights) \
   asm volatile(instruction " %%tmm" #weights ", %%tmm" #x ", %%tmm" #sums ::)
 
-constexpr int SIDE = 16;                          // rows of a tile; words of a row of it
+constexpr int SIDE = 16;                          // rows of a tile; words in a row of a tile
 constexpr int64_t TILE_PAIR = SIDE * STEP_BYTES;  // bytes of the steps of a panel that two tiles hold
 
-// The thread's tiles while it lives: of up to 16 rows, and of x with so many bytes in a row; 0: none are wanted.
+// The thread's tile configuration while the object lives: for up to 16 rows, and for x with `bytes` bytes in a row of a
+// tile. 0 bytes: no tiles are needed.
 class Tiles {
  public:
   Tiles(int64_t rows, int64_t bytes) : wanted_(bytes > 0) {
@@ -54,24 +55,24 @@ class Tiles {
 
 // -- few rows ---------------------------------------------------------------------------------------------------------
 
-// What a prepared row has for a group.
+// Bytes of a group in a prepared row.
 template <class Format> int64_t bytes_of_group(const LinearArgs& args) {
   return args.steps / args.groups * Format::ROW_BYTES;
 }
 
-// So few rows are multiplied without tiles, which would be a little slower. Bits are the same: integers are exact, and
-// few_rows_of_panel does what the tile unit does.
+// Largest number of rows that are multiplied without tiles. For so few rows, tiles would be a little slower. The bits
+// are the same: integers are exact, and few_rows_of_panel does what the tile unit does.
 template <class Format> int64_t few_rows(const LinearArgs& args) {
   if (std::is_same_v<Format, Bf16Weights>) return 2;
   if (!Format::GROUPED) return 5;
-  const int64_t group_bytes = bytes_of_group<Format>(args);  // smaller groups leave the tile unit less to do
+  const int64_t group_bytes = bytes_of_group<Format>(args);  // smaller groups give the tile unit less work
   return group_bytes <= 32 ? 8 : group_bytes <= 64 ? 6 : 4;
 }
-constexpr int64_t WIDE_STEP = 2 * sizeof(float);  // bytes of a step of so few rows of bf16
+constexpr int64_t WIDE_STEP = 2 * sizeof(float);  // bytes of a step of a prepared row of bf16, without tiles
 
 template <class Format> bool in_tiles(const LinearArgs& args) { return args.rows > few_rows<Format>(args); }
 
-// This thread takes numbers below the normal ones for 0 while it lives, as the tile unit does.
+// While the object lives, subnormal numbers are 0 in this thread, as they are in the tile unit.
 class FlushToZero {
  public:
   FlushToZero() { set(before_ | _MM_FLUSH_ZERO_ON | DENORMALS_ARE_ZEROS); }
@@ -84,8 +85,8 @@ class FlushToZero {
   const unsigned before_ = _mm_getcsr();
 };
 
-// sums += x * panel. Of 16 steps the tile unit adds up the products of even and of odd inputs, each in order, and then
-// both to the sum.
+// sums += x * panel, in the order of the tile unit. For every 16 steps it adds up the products of even and of odd
+// inputs, each in order. Then it adds both to the sum.
 template <int ROWS>
 void few_rows_of_panel(const LinearArgs& args, int64_t panel, const char* x, int64_t row_bytes, Accumulators* sums) {
   const FlushToZero as_tiles_do;
@@ -116,7 +117,7 @@ void few_rows_of_panel(const LinearArgs& args, int64_t panel, const char* x, int
   if (steps > 0) add(steps);
   for (int r = 0; r < ROWS; ++r)
     for (int v = 0; v < VECTORS; ++v) {
-      pin(sum[r][v]);  // or the compiler may add later, when small numbers are no longer 0
+      pin(sum[r][v]);  // else the compiler may add later, when subnormal numbers are no longer 0
       store(sums[r] + v * LANES, sum[r][v]);
     }
 }
@@ -130,7 +131,7 @@ inline void few_bf16_rows(const LinearArgs& args, int64_t panel, int64_t rows, c
 
 // -- tiles ------------------------------------------------------------------------------------------------------------
 
-// Multiplies what is loaded: of one tile of rows, or of two.
+// Multiply the loaded tiles: one tile of rows, or two.
 template <class Format, bool TWO> INLINE void multiply_loaded() {
   if constexpr (std::is_same_v<Format, Bf16Weights>) {
     TILE_MULTIPLY("tdpbf16ps", 0, 4, 6);
@@ -149,8 +150,8 @@ template <class Format, bool TWO> INLINE void multiply_loaded() {
   }
 }
 
-// sums += x * panel, over some steps of it, for one tile of rows, or two. first: sums = x * panel. ahead: how far ahead
-// it asks for weights, in bytes; 0: not at all.
+// sums += x * panel, over some steps, for one tile of rows or two. first: sums = x * panel. ahead: distance in bytes at
+// which weights are prefetched; 0: not at all.
 template <class Format, bool TWO>
 INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, const char* x, const char* x2,
                            int64_t row_bytes, bool first, float* sums, float* sums2) {
@@ -180,7 +181,7 @@ INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, cons
     multiply(words);
     if constexpr (TWO) x2 += 64;
   }
-  if (steps > 0) {  // what x has there is zeros, and so must be what it is multiplied with
+  if (steps > 0) {  // x has zeros there, and the weights need zeros too
     alignas(64) char last[TILE_PAIR] = {};
     std::memcpy(last, words, steps * STEP_BYTES);
     multiply(last);
@@ -193,11 +194,11 @@ INLINE void multiply_tiles(const char* words, int64_t steps, int64_t ahead, cons
   }
 }
 
-// Steps of a slice of a panel, which stay in L1 while tiles of rows pass over it: 36 KB, as every pass loads and stores
-// the sums. The rows of a block stay in L2.
+// Steps of a slice of a panel: 36 KB, which stay in L1 while tiles of rows pass over them. A slice is this large
+// because every pass loads and stores the sums. The rows of a block stay in L2.
 constexpr int64_t TILE_SLICE_STEPS = 288, BLOCK_BYTES = 768 * 1024, MOST_BLOCK_ROWS = 384;
 
-// sums = x * panel: for one or two tiles of rows at once, for more by slices.
+// sums = x * panel: in one pass for one or two tiles of rows, slice by slice for more.
 template <class Format>
 void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
                     Accumulators* sums) {
@@ -216,7 +217,7 @@ void tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x
   }
 }
 
-// What the columns of a group of a panel are scaled with.
+// Scales and offsets of the columns of a panel, for one group.
 template <class Format> struct GroupScales {
   Vec scale[VECTORS], offset[VECTORS];
 
@@ -229,19 +230,19 @@ template <class Format> struct GroupScales {
     }
   }
 
-  // sums += a group's dot products, of row r of a tile.
+  // sums += a group's dot products, for row r of a tile.
   INLINE void add(float* sums, const IVec (&dots)[VECTORS][SIDE], int64_t r, float sum_of_x, float scale_of_x) const {
     for (int v = 0; v < VECTORS; ++v, sums += LANES)
       store(sums, Format::scaled(load(sums), dots[v][r], offset[v], sum_of_x, scale[v], scale_of_x));
   }
 };
 
-// sums = x * panel, group after group, each in integers and then scaled. A tile's integers are scaled while the next
-// one's are made.
+// sums = x * panel, group after group. Each group is computed in integers and then scaled. The integers of one tile are
+// scaled while those of the next tile are computed.
 template <class Format>
 void group_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes,
                           Accumulators* sums) {
-  constexpr bool AS_THEY_LIE = Format::PARTS == 1;  // tiles of weights; else words are taken apart first
+  constexpr bool AS_THEY_LIE = Format::PARTS == 1;  // weights as they are in memory; else words are unpacked first
   begin_sums(sums, rows);
   const IntRow<Format> layout(args);
   const int64_t group_steps = args.steps / args.groups, group_bytes = bytes_of_group<Format>(args);
@@ -261,7 +262,7 @@ void group_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, c
     auto& unpacked = weights[g % 2];
     const char* const first = AS_THEY_LIE ? words : reinterpret_cast<const char*>(unpacked[0]);
     const char* const second = AS_THEY_LIE ? words + sizeof(UVec) : reinterpret_cast<const char*>(unpacked[1]);
-    constexpr int64_t word_bytes = AS_THEY_LIE ? STEP_BYTES : sizeof(UVec);  // from a word of a column to its next
+    constexpr int64_t word_bytes = AS_THEY_LIE ? STEP_BYTES : sizeof(UVec);  // from one word of a column to the next
     for (int64_t s = 0; s < group_steps; ++s, words += STEP_BYTES)
       for (int v = 0; v < VECTORS; ++v) {
         __builtin_prefetch(words + A_PAGE_AHEAD + v * sizeof(Vec), 0, 2);
@@ -292,7 +293,8 @@ void group_tiles_of_panel(const LinearArgs& args, int64_t panel, int64_t rows, c
   scale(last_g, last_row, dots[1 - now]);
 }
 
-// As multiply_in_registers: of so many steps of bf16 or int8.
+// Do the multiplications of `steps` steps of bf16 or int8 in tiles, and return their number. multiply_in_registers does
+// the same without tiles.
 template <class Format> int64_t multiply_in_tiles(int64_t steps) {
   const Tiles tiles(SIDE, 64);
   alignas(64) char zeros[SIDE * 64] = {};
@@ -304,7 +306,7 @@ template <class Format> int64_t multiply_in_tiles(int64_t steps) {
   return steps / SIDE * SIDE * Format::PER_STEP * 4 * SIDE * SIDE;
 }
 
-// Likewise in groups, of int4 or int8.
+// The same for groups of int4 or int8.
 template <class Format> int64_t multiply_groups_in_tiles(int64_t groups, int64_t group_steps) {
   const int64_t bytes = group_steps * Format::ROW_BYTES;
   const Tiles tiles(SIDE, bytes < 64 ? bytes : 64);
@@ -329,7 +331,7 @@ template <class Format> int64_t multiply_groups_in_tiles(int64_t groups, int64_t
   return groups * group_steps * Format::PER_STEP * SIDE * PANEL;
 }
 
-// What a tile of x has in a row, in bytes; 0 where there are no tiles.
+// Bytes in a row of a tile of x; 0 if no tiles are used.
 inline int64_t tile_bytes(const LinearArgs& args) {
   if (args.format == WeightFormat::bf16 && in_tiles<Bf16Weights>(args)) return 64;
   if (args.format == WeightFormat::int8 && in_tiles<Int8Weights>(args)) return 64;

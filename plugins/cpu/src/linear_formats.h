@@ -1,10 +1,10 @@
-// The formats of packed weights: how a step of a panel is multiplied with what a row has for it.
+// The formats of packed weights: how a step of a panel is multiplied with a row's inputs of that step.
 //
-// A format takes PER_STEP inputs a step, in PARTS: weights<part> is what becomes of a register of words, input<part>
-// the word of a prepared row that goes with it, and multiply adds the products of both to a Sum, lane by lane. A
-// prepared row has ROW_BYTES a step. ONE_PASS: see linear_tiles.h. GROUPED: its columns have a scale for each group of
-// steps. streamed_rows: how many rows, with groups of so many steps, a machine that reads ahead keeps up with; as
-// measured on Zen 4.
+// A format takes PER_STEP inputs per step, in PARTS parts. weights<part> unpacks a register of words. input<part> is
+// the matching word of a prepared row. multiply adds the products of both to a Sum, lane by lane. A prepared row has
+// ROW_BYTES per step. ONE_PASS: tiles pass over a panel once, if there are registers for it (linear_tiles.h). GROUPED:
+// columns have a scale for each group of steps. streamed_rows: the largest number of rows, with groups of the given
+// number of steps, with which a machine that reads ahead keeps up. Its values were measured on Zen 4.
 #pragma once
 
 #include <type_traits>
@@ -15,9 +15,9 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-constexpr int64_t MOST_GROUP_STEPS = 16;  // of int4; groups of int8 have up to twice as many
+constexpr int64_t MOST_GROUP_STEPS = 16;  // for int4; groups of int8 have up to twice as many
 
-// A prepared row has zeros up to a whole number of tiles.
+// Prepared rows are padded with zeros to a multiple of this number of steps, so that tiles are whole.
 #if defined(__AMX_INT8__)
 constexpr int64_t STEPS_OF_ROWS = 16;
 #else
@@ -31,7 +31,7 @@ INLINE IVec broadcast_word(const char* from) { return IVec{} + load_as<int32_t>(
 
 // -- floating-point weights -------------------------------------------------------------------------------------------
 
-// Numbers that are widened to fp32, as the inputs are: one a part.
+// Weights that are widened to fp32, as the inputs are. Each part is one number.
 template <int PER_STEP_> struct WideWeights {
   using Input = float;
   using Sum = Vec;
@@ -55,7 +55,7 @@ struct Fp16Weights : WideWeights<2> {
 };
 
 #if defined(__AVX512BF16__)
-struct Bf16Weights {  // multiplied in pairs as they are
+struct Bf16Weights {  // multiplied in pairs, without widening
   using Input = BFloat16;
   using Sum = Vec;
   static constexpr int PER_STEP = 2, PARTS = 1, ROW_BYTES = PER_STEP * int(sizeof(Input));
@@ -77,7 +77,7 @@ struct Bf16Weights : WideWeights<2> {
 };
 #endif
 
-// As an fp16 number the bits of an fp8 one (e4m3) mean 2^-8 of it, also below its normal numbers.
+// The bits of an fp8 number (e4m3), read as an fp16 number, are 2^-8 times its value, also for subnormal numbers.
 struct Fp8Weights : WideWeights<4> {
   static constexpr float UNIT = 256.0f;
 
@@ -89,16 +89,16 @@ struct Fp8Weights : WideWeights<4> {
 };
 
 // -- integer weights --------------------------------------------------------------------------------------------------
-// A prepared row is its K inputs, rounded to -127..127, then a scale (fp32) for each group and the sum of its values
-// (SumOfX). Weights are taken as unsigned: value = weight - offset, so the group's dot product is
+// A prepared row holds its K inputs, rounded to -127..127. After them come an fp32 scale for each group, and the sum of
+// each group's values (SumOfX). Weights are taken as unsigned: value = weight - offset. So a group's dot product is
 // sum(weight * x) - offset * sum(x), in integers and exact on every instruction set.
 
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
 
 #if defined(__AVX2__) && !defined(__AVX512VNNI__) && !defined(__AVXVNNI__)
-#define TRTSPEC_SHORTS 1  // multiplied to 16 bits, or from 16 bits
+#define TRTSPEC_SHORTS 1  // products of 16 bits, or of 16-bit numbers
 
-// The products of 16-bit numbers, those of two neighbours added up.
+// The products of 16-bit numbers, each two adjacent products added up.
 INLINE IVec dot2(Shorts a, Shorts b) {
 #if defined(__AVX512BW__)
   return (IVec)_mm512_madd_epi16((__m512i)a, (__m512i)b);
@@ -107,7 +107,7 @@ INLINE IVec dot2(Shorts a, Shorts b) {
 #endif
 }
 
-// The products of unsigned and signed bytes, those of two neighbours added up: in 16 bits, and held there.
+// The products of unsigned and signed bytes, each two adjacent products added up to 16 bits, with saturation.
 INLINE Shorts dot2_bytes(UVec bytes, IVec x) {
 #if defined(__AVX512BW__)
   return (Shorts)_mm512_maddubs_epi16((__m512i)bytes, (__m512i)x);
@@ -147,9 +147,9 @@ struct Int8Weights {
   static constexpr int streamed_rows(int64_t) { return INTEGERS_ARE_FAST ? 4 : 1; }
 
 #if TRTSPEC_SHORTS
-  // Two bytes are a number of 16 bits, 256 * odd + even. Times x_even that is 256 * odd * x_even too much, which the
-  // second part takes away: odd * (x_odd - 256 * x_even), whose second factor has 16 bits, too. Between the parts a sum
-  // is off by less than 2^24. Only bytes of even places have an offset.
+  // Two adjacent bytes are taken as one 16-bit number, 256 * odd + even. Its product with x_even is too large by
+  // 256 * odd * x_even. The second part corrects that: odd * (x_odd - 256 * x_even). Its second factor fits in 16 bits
+  // too. Between the parts a sum is off by less than 2^24. Only bytes of even index have an offset.
   static constexpr int PARTS = 2, ROW_BYTES = 8;
 
   template <int part> static INLINE Shorts weights(const char* from) {
@@ -159,8 +159,8 @@ struct Int8Weights {
   template <int part> static INLINE Shorts input(const char* row) { return (Shorts)broadcast_word(row + 4 * part); }
   static INLINE IVec multiply(IVec sum, Shorts weights, Shorts input) { return sum + dot2(weights, input); }
 
-  // The row's second half is its inputs in int8; makes of those of some steps what the parts read. Returns the sum that
-  // the offset goes with.
+  // Turn the inputs of `count` steps, which are int8 in the row's second half, into what the parts read. Return the sum
+  // that the offset is multiplied with.
   static int32_t arrange(char* row, int64_t steps, int64_t first, int64_t count, int32_t) {
     IVec total = {};
     const auto arrange_some = [&](int64_t s, int64_t n) __attribute__((always_inline)) {
@@ -191,13 +191,14 @@ struct Int8Weights {
   static INLINE Vec exact(IVec dot, int32_t sum_of_x) { return __builtin_convertvector(dot - 128 * sum_of_x, Vec); }
 };
 
-// What formats have whose columns have a scale for each group.
+// The common base of formats whose columns have a scale for each group.
 struct InGroups {
   using Scale = Half;
   using SumOfX = float;
   static constexpr bool GROUPED = true;
 
-  // sum + a group. Up to its scales all of it is below 2^24, as groups are of at most 128: fp32 is exact.
+  // Return sum + a group. Before scaling all numbers are below 2^24, because groups have at most 128 inputs: fp32 is
+  // exact.
   static INLINE Vec scaled(Vec sum, IVec dot, Vec offset, float sum_of_x, Vec scale, float scale_of_x) {
     const Vec exact = fma(-offset, splat(sum_of_x), __builtin_convertvector(dot, Vec));
     return sum + exact * (scale * scale_of_x);
@@ -211,7 +212,7 @@ struct Int8GroupWeights : Int8Weights, InGroups {
 
   static constexpr int streamed_rows(int64_t group_steps) { return group_steps >= MOST_GROUP_STEPS ? 2 : 1; }
   static INLINE Vec offset(const uint8_t*) { return splat(128.0f); }
-  static INLINE Vec offset_in_tiles(const uint8_t*) { return Vec{}; }  // tiles take weights as they are
+  static INLINE Vec offset_in_tiles(const uint8_t*) { return Vec{}; }  // tiles take signed weights
   static INLINE IVec widened(IVec sum) { return sum; }
 };
 
@@ -234,7 +235,7 @@ struct Int4Weights : InGroups {
 
 #if TRTSPEC_SHORTS
   // A Sum holds RUN steps (0: a whole group) and is then widened to 32 bits. Here a step adds 15 * 127 * 2 twice, at
-  // most: 30,480 in all.
+  // most. For RUN steps that makes 30,480.
   using Sum = Shorts;
   static constexpr int RUN = 4;
 
@@ -251,7 +252,7 @@ struct Int4Weights : InGroups {
 
 #undef TRTSPEC_SHORTS
 
-// Where the parts of a prepared integer row lie.
+// Offsets of the parts of a prepared integer row.
 template <class Format> struct IntRow {
   using SumOfX = typename Format::SumOfX;
   int64_t values_bytes, groups;

@@ -1,4 +1,4 @@
-// A tile of rows against a panel of weights, in each format.
+// Multiplies a tile of rows with a panel of weights, in each format.
 #pragma once
 
 #include "kernels.h"
@@ -9,36 +9,37 @@ namespace trtspec::TRTSPEC_ISA {
 
 constexpr int VECTORS = PANEL / LANES;  // registers of a step
 
-// A tile passes over some vectors of a panel at a time. In registers are its sums, rows times vectors, beside the
-// weights of these vectors and a row's word; of groups their dot products, too, where there are many registers, but not
-// enough for more than 6 rows (whose tiles took 5 % longer). One or two rows take a panel in one pass if there are
-// registers for it. More take it in two at least, unless a format's multiplications are much faster than memory: the
-// first pass reads it into L1, and both have time to ask for what comes next. (One pass of 4 rows of bf16 took 10.4 ms
-// where two took 8.0.)
+// A tile passes over some vectors of a panel at a time. Registers hold its sums (rows times vectors), the weights of
+// these vectors and a word of a row. For grouped formats they also hold the dot products, if there are many registers.
+// Even these suffice for at most 6 rows; tiles of more rows took 5 % longer.
+//
+// One or two rows pass over a panel once, if there are registers for it. More rows pass over it twice at least, unless
+// a format's multiplications are much faster than memory. The first pass reads the panel into L1, and both passes have
+// time to prefetch what comes next. (One pass of 4 rows of bf16 took 10.4 ms where two took 8.0.)
 template <class Format> constexpr int TILE_ROWS = LANES == 16 && !Format::GROUPED ? 12 : 6;
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
 template <class Format> constexpr int vectors_at_once(int rows, bool in_one_pass = Format::ONE_PASS) {
   int vectors = rows <= 2 || in_one_pass ? VECTORS : VECTORS / 2;
-  const int others = Format::GROUPED && REGISTERS == 32 ? rows + 3 : 1;  // beside the sums of a vector
+  const int others = Format::GROUPED && REGISTERS == 32 ? rows + 3 : 1;  // in addition to the sums of a vector
   while ((rows + others) * vectors + 1 > REGISTERS) vectors /= 2;
   return vectors;
 }
 
-// Steps of a slice of a panel, which stay in L1 while the tiles of a block pass over them: 16 KB of weights, or 8 where
-// L1 may be no more than 32.
+// Steps of a slice of a panel, which stay in L1 while the tiles of a block pass over them. They are 16 KB of weights,
+// or 8 KB where L1 may be no more than 32 KB.
 constexpr int64_t SLICE_STEPS = LANES == 16 ? 128 : 64;
 
-// The memory that a tile asks for while it works: so many bytes a step, from `next` on, to L2; and to L1 what lies `near`
-// bytes after the step. The machine looks ahead by itself, but while multiplications fill its window it does not look
-// far enough. (Not past the caches: with prefetchnta, which on some machines fills L1 alone, one row of bf16 took three
-// times as long.)
+// Memory that a tile prefetches while it works. Each step prefetches `bytes` bytes from `next` on into L2, and what is
+// `near` bytes after the step into L1. The hardware prefetches by itself, but not far enough while multiplications fill
+// its window. (The prefetches do not bypass the caches: with prefetchnta, which fills only L1 on some machines, one row
+// of bf16 took three times as long.)
 struct Prefetch {
   const char* next;
   int64_t bytes, near;
 };
 
-// Distances in bytes.
+// Prefetch distances in bytes.
 constexpr int64_t NEAR = 1024, A_LITTLE_AHEAD = 2048, A_PAGE_AHEAD = 4096, TWO_PAGES_AHEAD = 8192,
                   A_SLICE_AHEAD = SLICE_STEPS * STEP_BYTES;
 
@@ -52,23 +53,23 @@ template <int N> INLINE void fetch(Prefetch& ahead, const char* words) {
   ahead.next += ahead.bytes;
 }
 
-typedef float Accumulators[PANEL];  // of one row and panel
+typedef float Accumulators[PANEL];  // of one row and one panel
 
 INLINE void begin_sums(Accumulators* sums, int64_t rows) { std::memset(sums, 0, rows * sizeof(Accumulators)); }
 
-// Some steps of a panel, and the prepared rows of a tile.
+// A piece of work: some steps of a panel, and the prepared rows of a tile.
 struct Piece {
   int64_t panel, step, steps;
   char* x;
   int64_t row_bytes;
 };
 
-// sums += rows of x * some vectors of a panel, over some steps. All loops over rows are unrolled: with one that is not
-// GCC keeps the sums in memory.
+// sums += rows of x * some vectors of a panel, over some steps. All loops over rows are unrolled: if one is not, GCC
+// keeps the sums in memory.
 template <class Format, int ROWS, int N>
 INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int64_t row_bytes, Prefetch& ahead,
                            typename Format::Sum (&sums)[ROWS][N]) {
-  Prefetch here = ahead;  // in registers
+  Prefetch here = ahead;  // a copy in registers
   for (int64_t s = 0; s < steps; ++s, words += STEP_BYTES, x += Format::ROW_BYTES) {
     fetch<N>(here, words);
     const auto multiply_part = [&](auto part) __attribute__((always_inline)) {
@@ -97,7 +98,7 @@ INLINE const char* words_at(const LinearArgs& args, int64_t panel, int64_t step)
   return static_cast<const char*>(args.weight) + (panel * args.steps + step) * STEP_BYTES;
 }
 
-// sums += x * piece, for ROWS rows and N vectors at a time: of integers, too, if the format's are.
+// sums += x * piece, for ROWS rows and N vectors at a time. The sums are integers if the format's Sum is.
 template <class Format, int ROWS, int N>
 void column_tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
   using Sum = typename Format::Sum;
@@ -139,7 +140,7 @@ INLINE void dot_steps(const char* words, int64_t steps, const char* x, int64_t r
       multiply_run(s, [](IVec& dot, IVec sum) __attribute__((always_inline)) { dot += sum; });
 }
 
-// sums += x * piece, whole groups of it, likewise: group after group, each scaled by its own x and weight scales.
+// sums += x * piece, for whole groups. Each group is scaled with its own scales of x and of the weights.
 template <class Format, int ROWS, int N>
 void group_tile(const LinearArgs& args, const Piece& piece, Prefetch& ahead, Accumulators* sums) {
   using Scale = typename Format::Scale;

@@ -1,8 +1,8 @@
-// process_logits: see trtspec/ops/logits.py. One row at a time, so that no row depends on another.
+// process_logits, which trtspec/ops/logits.py defines. It does one row at a time, so no row depends on another.
 //
-// Top-k, top-p and min-p all keep what is at or above some value, so each only has to find that value, among the few
-// candidates it can be; one pass then removes the rest. Where top-p's mass or min-p's ratio misses its bound by no more
-// than rounding (about 1e-6), the reference, which adds up and rounds in another order, may decide differently.
+// Top-k, top-p and min-p all keep the logits at or above some value. Each only has to find that value among a few
+// candidates; one pass then removes the rest. Top-p's mass or min-p's ratio may miss its bound by no more than rounding
+// (about 1e-6). There the reference may decide differently, because it adds up and rounds in another order.
 #pragma once
 
 #include <cfloat>
@@ -18,7 +18,7 @@ namespace trtspec::TRTSPEC_ISA {
 
 constexpr float REMOVED = -std::numeric_limits<float>::infinity();
 
-// The elements at `from`, of which `left` (maybe more than LANES) exist, and then `fill`.
+// Load the elements at `from`, of which `left` exist (maybe more than LANES). Lanes after them are `fill`.
 INLINE Vec load_some(const float* from, int64_t left, float fill) {
   if (left >= LANES) return load(from);
   Vec x = splat(fill);
@@ -33,7 +33,8 @@ INLINE void store_some(float* to, Vec x, int64_t left) {
     std::memcpy(to, &x, left * sizeof(float));
 }
 
-// e^x for x <= 0 to about an ulp; below -87 it stays at e^-87, which is nothing beside the 1 of the likeliest token.
+// e^x for x <= 0, to about one ulp. Below -87 it stays at e^-87, which is negligible next to the 1 of the likeliest
+// token.
 INLINE Vec exp_lanes(Vec x) {
   constexpr float POLY[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,  // Cephes expf
                             4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
@@ -49,7 +50,8 @@ INLINE Vec exp_lanes(Vec x) {
 
 // -- edits of single tokens, in place --------------------------------------------------------------------------------
 
-// counts [V] is zero before and after: a seen token has SEEN set, beside how often it was output.
+// Apply the penalties. counts [V] is zero before and after. In between, a seen token has SEEN set, together with the
+// number of times that it was output.
 inline void penalise(float* row, const int32_t* history, int64_t L, int64_t prompt_len, const float* penalties,
                      int32_t* counts) {
   constexpr int32_t SEEN = 1 << 30;
@@ -90,10 +92,10 @@ inline void allow(float* row, int64_t V, const int32_t* mask) {
 
 struct Summary {
   float top;     // the highest number
-  int64_t nans;  // how many are none
+  int64_t nans;  // number of NaNs
 };
 
-// to = from / temperature; they may be the same row.
+// to = from / temperature. Both may be the same row.
 inline Summary divide(const float* from, float* to, int64_t V, float temperature) {
   Vec top = splat(REMOVED);
   IVec nans = {};
@@ -108,7 +110,7 @@ inline Summary divide(const float* from, float* to, int64_t V, float temperature
   return {highest(top), count};
 }
 
-// Sum of e^(x - top) over the row. Long rows are added up by parts, to keep fp32's rounding small.
+// Sum of e^(x - top) over the row. Long rows are added up in parts, to keep the rounding errors of fp32 small.
 inline double mass_of(const float* row, int64_t V, float top) {
   constexpr int64_t PART = 64 * LANES;
   double mass = 0;
@@ -121,7 +123,7 @@ inline double mass_of(const float* row, int64_t V, float top) {
   return mass;
 }
 
-// Copies the elements with x - base >= least, in order; returns their number. `to` has room for LANES more.
+// Copy the elements with x - base >= least, in order, and return their number. `to` needs room for LANES more.
 inline int64_t collect(const float* row, int64_t V, float base, float least, float* to) {
   int64_t n = 0;
   for (int64_t v = 0; v < V; v += LANES) {
@@ -142,7 +144,7 @@ inline int64_t collect(const float* row, int64_t V, float base, float least, flo
   return n;
 }
 
-// Removes x < least and x - top < gap.
+// Remove elements with x < least or x - top < gap.
 inline void cut(float* row, int64_t V, float least, float top, float gap) {
   for (int64_t v = 0; v < V; v += LANES) {
     const Vec x = load_some(row + v, V - v, REMOVED);
@@ -152,7 +154,7 @@ inline void cut(float* row, int64_t V, float least, float top, float gap) {
 
 // -- selection -------------------------------------------------------------------------------------------------------
 
-// Numbers in order become unsigned integers in order, and back.
+// Map numbers to unsigned integers of the same order, and back.
 INLINE UVec key_of(Vec x) { return (UVec)x ^ ((UVec)((IVec)x >> 31) | 0x80000000); }
 
 INLINE float number_of(uint32_t key) {
@@ -160,12 +162,14 @@ INLINE float number_of(uint32_t key) {
   return load_as<float>(&bits);
 }
 
-// The highest value v such that the values >= v weigh at least `need`; the lowest of the n > 0 if all weigh less.
+// Return the highest value v such that the values >= v weigh at least `need`. If all weigh less, return the lowest of
+// the n > 0 values.
 //
-// A round sorts the keys into at most 256 buckets by their distance from the highest, finds the bucket in which the
-// weight is reached and goes on with that alone. Lowest and highest never share a bucket, so every round narrows it.
+// Each round sorts the keys into at most 256 buckets by their distance from the highest key. It finds the bucket in
+// which the weight is reached, and continues with that bucket alone. The lowest and the highest key never share a
+// bucket, so every round narrows the range.
 inline float select(uint32_t* keys, float* weights, int64_t n, double need) {
-  double above = 0;  // weight of what lies over the keys that are left
+  double above = 0;  // weight of the keys above those that are left
   for (;;) {
     uint32_t low = keys[0], high = keys[0];
     for (int64_t i = 1; i < n; ++i) {
@@ -189,7 +193,7 @@ inline float select(uint32_t* keys, float* weights, int64_t n, double need) {
   }
 }
 
-// Turns the n numbers of scratch.values into keys and, in their place, weights.
+// Turn the n numbers of scratch.values into keys, and replace the numbers by their weights.
 template <class Weigh> INLINE void weigh(const LogitsScratch& scratch, int64_t n, Weigh weight_of) {
   for (int64_t i = 0; i < n; i += LANES) {
     const Vec x = load(scratch.values + i);
@@ -199,18 +203,19 @@ template <class Weigh> INLINE void weigh(const LogitsScratch& scratch, int64_t n
   }
 }
 
-// The k-th highest of the n numbers in scratch.values.
+// Return the k-th highest of the n numbers in scratch.values.
 inline float select_kth(const LogitsScratch& scratch, int64_t n, int64_t k) {
   weigh(scratch, n, [](Vec) { return splat(1.0f); });
   return select(scratch.keys, scratch.values, n, double(k));
 }
 
-// A number that at least k of the row reach, close to the k-th: the k-th of about 8 k maxima of disjoint groups.
+// Return a number that at least k elements of the row reach, close to the k-th highest. It is the k-th highest of about
+// 8 k maxima of disjoint groups.
 inline float below_kth(const float* row, int64_t V, int64_t k, const LogitsScratch& scratch) {
   const int64_t vectors = V / LANES;
-  const int64_t wanted = V / (8 * k), group = wanted < vectors ? wanted : vectors;  // lane i of these vectors is one
+  const int64_t wanted = V / (8 * k), group = wanted < vectors ? wanted : vectors;  // each lane of these is a group
   if (group < 2) return REMOVED;
-  const int64_t groups = vectors / group;  // groups * LANES >= k: either k <= LANES, or there are nearly 8 k
+  const int64_t groups = vectors / group;  // groups * LANES >= k: k <= LANES, or there are nearly 8 k maxima
   for (int64_t g = 0; g < groups; ++g) {
     Vec top = splat(REMOVED);
     for (int64_t i = 0; i < group; ++i) top = max(load(row + (g * group + i) * LANES), top);
@@ -219,18 +224,18 @@ inline float below_kth(const float* row, int64_t V, int64_t k, const LogitsScrat
   return select_kth(scratch, groups * LANES, k);
 }
 
-// The k-th highest number, or REMOVED where fewer are left.
+// Return the k-th highest number, or REMOVED if fewer are left.
 inline float kth_of(const float* row, int64_t V, int64_t k, const LogitsScratch& scratch) {
   const float least = below_kth(row, V, k, scratch);
   const int64_t n = collect(row, V, 0.0f, least > REMOVED ? least : -FLT_MAX, scratch.values);
   return n < k ? REMOVED : select_kth(scratch, n, k);
 }
 
-// The lowest number that top-p keeps among those >= least (REMOVED: all).
+// Return the lowest number that top-p keeps among those >= least (REMOVED: among all).
 //
-// The contract drops a value if all values up to it hold no more than 1 - p of the mass; so it keeps the highest ones
-// until they hold p. A number whose own share is under (1 - p) / 2V need not be looked at: all of these together hold
-// less than half of what may be dropped, and the half is far more than rounding.
+// The contract drops a value if all values up to it hold no more than 1 - p of the mass. So it keeps the highest values
+// until they hold p. Numbers whose own share is below (1 - p) / 2V can be ignored: together they hold less than half of
+// the mass that may be dropped. That half is far more than rounding.
 inline float nucleus_of(const float* row, int64_t V, float p, float top, float least, const LogitsScratch& scratch) {
   if (!(p > 0)) return top;
   const double tail = 1.0f - p;
@@ -243,13 +248,13 @@ inline float nucleus_of(const float* row, int64_t V, float p, float top, float l
   return select(scratch.keys, scratch.values, n, (1 - tail) * mass);
 }
 
-// -- the contract ----------------------------------------------------------------------------------------------------
+// -- all steps of the contract ---------------------------------------------------------------------------------------
 
 inline void filter(float* row, int64_t V, Summary summary, int64_t k, float p, float min_p,
                    const LogitsScratch& scratch) {
   float least = REMOVED, gap = REMOVED;
-  // NaN counts as higher than every number. Its row will be refused, and top-p and min-p, which would compare with a
-  // mass of NaN, leave it alone; so do they where the top is infinite.
+  // NaN counts as higher than every number. A row with NaN will be refused. Top-p and min-p leave it alone, because
+  // they would compare with a mass of NaN. They also leave a row alone if its top is infinite.
   if (k > summary.nans && k < V) least = kth_of(row, V, k - summary.nans, scratch);
   if (summary.nans == 0 && std::fabs(summary.top) <= FLT_MAX) {
     if (p < 1) least = nucleus_of(row, V, p, summary.top, least, scratch);

@@ -1,4 +1,4 @@
-// spec_accept: see trtspec/ops/accept.py.
+// spec_accept, which trtspec/ops/accept.py defines.
 #include <algorithm>
 
 #include "kernels.h"

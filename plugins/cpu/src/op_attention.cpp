@@ -1,4 +1,4 @@
-// spec_attention and kv_compact: see trtspec/ops/attention.py and trtspec/ops/compact.py.
+// spec_attention and kv_compact, which trtspec/ops/attention.py and trtspec/ops/compact.py define.
 #include <algorithm>
 #include <cstring>
 #include <memory>
@@ -11,9 +11,9 @@
 namespace trtspec {
 namespace {
 
-// Lines (query heads of rows) of a piece of work: enough to pay for bringing K and V in, few enough for the L2 cache.
+// Lines (query heads of rows) of a piece: enough to pay for loading K and V, few enough for the L2 cache.
 constexpr int64_t LINES_PER_PIECE = 96;
-// Multiply-adds: a few us.
+// Multiply-adds of a chunk: a few us.
 constexpr int64_t WORK_PER_CHUNK = 1 << 17;
 constexpr int64_t ROWS_PER_APPEND = 256;
 
@@ -50,27 +50,27 @@ void check_int32(const char* name, const Tensor& tensor, int64_t dim) {
   OP_REQUIRES(tensor.dim() == dim, name, " is ", tensor.sizes(), "; want ", dim, " dimensions");
 }
 
-// Block ids that the first `tokens` positions of a request use.
+// Check the block ids that the first `tokens` positions of a request use.
 void check_blocks(const int32_t* table, int64_t columns, int64_t block_size, int64_t tokens, int64_t num_blocks) {
   const int64_t used = std::clamp<int64_t>((tokens + block_size - 1) / block_size, 0, columns);
-  bool valid = true;  // a negative id is a large unsigned number
+  bool valid = true;  // a negative id becomes a large unsigned number
   for (int64_t i = 0; i < used; ++i) valid &= uint32_t(table[i]) < uint64_t(num_blocks);
   OP_REQUIRES(valid, "block_tables has an entry that is not one of the ", num_blocks, " blocks of k_cache");
 }
 
 // -- spec_attention --------------------------------------------------------------------------------------------------
 
-// Elements of a head must be neighbours; copies where they are not.
+// The elements of a head must be adjacent; copy x where they are not.
 Tensor with_dense_heads(const Tensor& x) { return x.stride(-1) == 1 || x.size(-1) == 1 ? x : x.contiguous(); }
 
 Heads rows_of(const Tensor& x) { return {x.mutable_data_ptr(), x.stride(0), x.stride(1)}; }
 
 Heads slots_of(const Tensor& cache) {
-  // It is contiguous; strides of size 1 may be odd.
+  // The cache is contiguous, but dimensions of size 1 may have odd strides.
   return {cache.mutable_data_ptr(), cache.size(2) * cache.size(3), cache.size(3)};
 }
 
-// Copies rows [first, last) of a batch to their slots.
+// Copy rows [first, last) of a batch to their slots.
 void append(const AttentionArgs& args, const Heads& rows, const Heads& cache, int64_t element_size, int64_t B,
             int64_t first, int64_t last) {
   const int64_t head_bytes = args.head_dim * element_size;
@@ -87,8 +87,8 @@ void append(const AttentionArgs& args, const Heads& rows, const Heads& cache, in
   }
 }
 
-// The pieces of a batch in order, request by request, and a request's last rows, which see most keys, first. Pieces are
-// asked for by ascending number.
+// The pieces of a batch in order: request by request, and within a request from its last rows, which see most keys. The
+// numbers that `at` gets must ascend.
 class Pieces {
  public:
   Pieces(const AttentionArgs& args, int64_t B)
@@ -113,7 +113,7 @@ class Pieces {
 
   const AttentionArgs& args_;
   const int64_t B_, rows_;
-  int64_t request_ = 0, first_ = 0;  // a request and the number of its first piece
+  int64_t request_ = 0, first_ = 0;  // a request, and the number of its first piece
 };
 
 void attend_all(const AttentionArgs& args, int64_t B) {
@@ -244,7 +244,7 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
   std::vector<Move> moves;
   for (int64_t b = 0; b < B; ++b, rows += L) {
     const int32_t* table = block_tables.const_data_ptr<int32_t>() + b * block_tables.stride(0);
-    int64_t end = 0;  // of the positions touched
+    int64_t end = 0;  // end of the positions that are touched
     for (int64_t i = 0; i < L; ++i) {
       if (rows[i] < 0 || rows[i] == i) continue;
       const int64_t from = start[b] + std::min<int64_t>(rows[i], int64_t(1) << 32), to = start[b] + i;
@@ -254,7 +254,7 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
     check_blocks(table, columns, block_size, end, k_cache.size(0));
   }
   if (moves.empty()) return;
-  // Everything is gathered before anything is scattered: sources and targets overlap.
+  // Gather everything before anything is scattered: sources and targets overlap.
   const int64_t row_bytes = k_cache.size(2) * k_cache.size(3) * k_cache.element_size();
   const auto held = std::make_unique_for_overwrite<char[]>(moves.size() * row_bytes);
   for (const Tensor* cache : {&k_cache, &v_cache}) {

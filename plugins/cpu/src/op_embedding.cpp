@@ -1,4 +1,4 @@
-// packed_embedding: see trtspec/ops/embedding.py for the op, trtspec/ops/packing.py for the layouts.
+// packed_embedding, which trtspec/ops/embedding.py defines. trtspec/ops/packing.py explains the layouts.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -10,7 +10,7 @@ using namespace trtspec;
 
 namespace {
 
-// What the words of a column are made into: `bytes` bytes of the row each.
+// Expansions of the words of a column: each word becomes `bytes` bytes of the row.
 struct FloatWords {
   static void expand(uint32_t word, int64_t, char* to) { std::memcpy(to, &word, sizeof word); }
   static constexpr int64_t bytes = sizeof(uint32_t);
@@ -28,7 +28,7 @@ template <class Value> struct ByteWords {
 };
 
 struct Int8GroupWords {
-  const c10::Half* scales;  // a group's is PANEL further on than the one's before
+  const c10::Half* scales;  // a group's scale is PANEL elements after that of the group before
   const int64_t words_of_a_group;
 
   static constexpr int64_t bytes = 4 * sizeof(float);
@@ -38,8 +38,8 @@ struct Int8GroupWords {
 };
 
 struct Int4Words {
-  const c10::Half* scales;  // a group's is PANEL further on than the one's before
-  const uint8_t* zeros;    // or null: 8 everywhere
+  const c10::Half* scales;  // a group's scale is PANEL elements after that of the group before
+  const uint8_t* zeros;    // null: 8 everywhere
   const int64_t words_of_a_group;
 
   static constexpr int64_t bytes = 8 * sizeof(float);
@@ -56,7 +56,7 @@ struct Int4Words {
   }
 };
 
-// A column's words lie STEP_BYTES apart: every one is a cache line of its own, and all are asked for at once.
+// Expand a column. Its words are STEP_BYTES apart: each is in a cache line of its own, and all are requested at once.
 template <class Words>
 void expand_column(const char* column, int64_t steps, const Words& words, char* to, int64_t bytes) {
   int64_t step = 0;
@@ -66,13 +66,13 @@ void expand_column(const char* column, int64_t steps, const Words& words, char* 
     words.expand(word, step, to + step * Words::bytes);
   }
   if (step == steps) return;
-  char last[Words::bytes];  // a part of it is padding
+  char last[Words::bytes];  // partly padding
   std::memcpy(&word, column + step * STEP_BYTES, sizeof word);
   words.expand(word, step, last);
   std::memcpy(to + step * Words::bytes, last, bytes - step * Words::bytes);
 }
 
-// Returns the number of groups.
+// Check scales and zeros, and return the number of groups.
 int64_t check_scales(const Tensor& weight, const Tensor& scales, const Tensor& zeros) {
   const bool int4 = weight.scalar_type() == ScalarType::Byte;
   const bool grouped = int4 || (weight.scalar_type() == ScalarType::Char && scales.dim() == 3);

@@ -1,4 +1,4 @@
-// packed_linear: see trtspec/ops/linear.py for the op, trtspec/ops/packing.py for the layouts.
+// packed_linear, which trtspec/ops/linear.py defines. trtspec/ops/packing.py explains the layouts.
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -12,12 +12,13 @@
 
 using namespace trtspec;
 
-// torch has it where it has oneDNN.
+// torch has this function if it has oneDNN.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_cpu__linear_pointwise(
     AtenTensorHandle x, AtenTensorHandle y, AtenTensorHandle* bias, const char* attribute, const double** scalars,
     int64_t num_scalars, const char** algorithm, AtenTensorHandle* out);
 
-// x [M, K], y [N, K] fp32, M and K whole multiples -> x @ y^T. Why oneDNN's inner product: trtspec/ops/products.py
+// x [M, K], y [N, K] fp32 -> x @ y^T, for M and K that are whole multiples. trtspec/ops/products.py explains these
+// multiples, and the use of oneDNN's inner product.
 static Tensor whole_product(const Tensor& x, const Tensor& y) {
   if (aoti_torch_cpu__linear_pointwise == nullptr || x.size(0) == 0)
     return call("aten::linear", "", x, y, std::optional<Tensor>());
@@ -27,7 +28,7 @@ static Tensor whole_product(const Tensor& x, const Tensor& y) {
   return Tensor::owned(out);
 }
 
-// Zeros after the columns and the rows of x [M, K].
+// Append zeros to x [M, K]: `rows` rows and `columns` columns.
 static Tensor padded(const Tensor& x, int64_t rows, int64_t columns) {
   if (rows == 0 && columns == 0) return x;
   return call("aten::pad", "", x, std::vector<int64_t>{0, columns, 0, rows}, std::string("constant"), std::nullopt);
@@ -43,9 +44,9 @@ static void add_to_rows(const Tensor& out, const Tensor& bias) {
     for (int64_t i = 0; i < columns; ++i) to[i] += added[i];
 }
 
-// A plain weight [N, K], exactly as the reference does it.
+// A linear with a plain weight [N, K], computed exactly as the reference does it.
 static Tensor plain_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool float_out) {
-  constexpr int64_t ROW_MULTIPLE = 4, DEPTH_MULTIPLE = 16;  // why: trtspec/ops/products.py
+  constexpr int64_t ROW_MULTIPLE = 4, DEPTH_MULTIPLE = 16;  // trtspec/ops/products.py explains both
   const NoGradients none;
   const auto missing = [](int64_t n, int64_t multiple) { return (multiple - n % multiple) % multiple; };
   const int64_t rows = x.size(0), depth = missing(x.size(1), DEPTH_MULTIPLE);
@@ -96,7 +97,7 @@ static void check_weight(const LinearArgs& args, const Tensor& weight, int64_t p
               per_step == 1 ? "" : per_step == 2 ? ", 2" : ", 4", "] (see trtspec.ops.packing)");
 }
 
-// int8 and fp8: one scale a column.
+// Check int8 or fp8, with one scale per column.
 static void check_columns(const char* format, const Tensor& scales, const Tensor& zeros, int64_t panels) {
   OP_REQUIRES(scales.scalar_type() == ScalarType::Float && scales.sizes() == Sizes({panels, PANEL}) &&
                   scales.is_contiguous(),
@@ -105,13 +106,13 @@ static void check_columns(const char* format, const Tensor& scales, const Tensor
   OP_REQUIRES(zeros.numel() == 0, "packed_linear: zeros is ", zeros.sizes(), "; ", format, " wants no elements");
 }
 
-// Its depth keeps sums of (unsigned byte * signed byte) below 2^31.
+// Check int8. The limit of its depth keeps sums of (unsigned byte * signed byte) below 2^31.
 static void check_int8(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
   OP_REQUIRES(args.depth <= 65536, "packed_linear: int8 has at most 65536 inputs, not ", args.depth);
   check_columns("int8", scales, zeros, panels);
 }
 
-// The scale of x as fp8 weights want it, 0 for none.
+// Return the scale of x for fp8 weights; 0 for none.
 static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scale) {
   if (!x_scale || x_scale->numel() == 0) return 0;
   OP_REQUIRES(format == WeightFormat::fp8 && x_scale->numel() == 1 && x_scale->scalar_type() == ScalarType::Float,
@@ -120,7 +121,7 @@ static float scale_of_x(WeightFormat format, const std::optional<Tensor>& x_scal
   return *x_scale->const_data_ptr<float>();
 }
 
-// int4, and int8 in groups, which has no zeros.
+// Check int4, or int8 in groups, which has no zeros.
 static void check_groups(const LinearArgs& args, const Tensor& scales, const Tensor& zeros, int64_t panels) {
   const bool int4 = args.format == WeightFormat::int4;
   const int64_t groups = args.groups, group_size = groups > 0 ? args.depth / groups : 0;
@@ -137,7 +138,7 @@ static void check_groups(const LinearArgs& args, const Tensor& scales, const Ten
               " uint8, contiguous, or no elements");
 }
 
-// At least `size` bytes of memory of this thread, which begin a cache line, kept for its next call.
+// Scratch memory of this thread of at least `size` bytes, aligned to a cache line and kept for the thread's next call.
 static char* scratch(int64_t size) {
   constexpr int64_t LINE = 64;
   static thread_local struct Kept {
@@ -156,11 +157,11 @@ static char* scratch(int64_t size) {
   return kept.data;
 }
 
-// A step's linears follow each other as they did in the step before. After one of few rows, which waits for memory, the
-// weight that came next is expected to come again.
+// Announce the weight of the next linear. A step's linears follow each other as they did in the step before. A linear
+// of few rows waits for memory, so after it the weight that came next last time is expected again.
 static void expect_successor(const LinearArgs& args, int64_t panels) {
   constexpr int64_t FEW_ROWS = 64;
-  constexpr size_t MOST = 4096;  // weights, of engines that may be gone
+  constexpr size_t MOST = 4096;  // weights, some of engines that may be gone
   struct Weight {
     const void* data = nullptr;
     int64_t bytes = 0;
@@ -184,7 +185,7 @@ static void run(LinearArgs& args, int64_t panels) {
   parallel_for(args.rows, ROWS_OF_A_CHUNK, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
 
   expect_successor(args, panels);
-  // Piece i is panel i % panels of rows from i / panels * block_rows on.
+  // Piece i is panel i % panels of the rows from i / panels * block_rows on.
   const int64_t block_rows = k.linear_block_rows(args), blocks = (args.rows + block_rows - 1) / block_rows;
   const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (args.steps * STEP_BYTES + 1) + 1;
   parallel_for(blocks * panels, panels_of_a_chunk, [&](int64_t begin, int64_t end) {

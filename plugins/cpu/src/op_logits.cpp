@@ -1,4 +1,4 @@
-// process_logits: see trtspec/ops/logits.py.
+// process_logits, which trtspec/ops/logits.py defines.
 #include <algorithm>
 #include <memory>
 #include <vector>
@@ -9,7 +9,7 @@
 
 using namespace trtspec;
 
-// Columns that are worth a thread: tens of microseconds of top-p.
+// Columns that are worth another thread: tens of microseconds of top-p.
 static constexpr int64_t COLUMNS_PER_CHUNK = 32768;
 
 static Tensor checked(const char* name, const Tensor& tensor, Sizes shape, ScalarType type) {
@@ -18,7 +18,7 @@ static Tensor checked(const char* name, const Tensor& tensor, Sizes shape, Scala
   return tensor.contiguous();
 }
 
-// A group of the contract: undefined where it is zero-size.
+// Return a group of the contract's arguments, checked. It is undefined if it has no elements.
 static Tensor group(const char* name, const Tensor& tensor, Sizes shape, ScalarType type) {
   return tensor.numel() ? checked(name, tensor, shape, type) : Tensor();
 }
@@ -27,7 +27,7 @@ template <class T> static const T* data(const Tensor& tensor) {
   return tensor.defined() ? tensor.const_data_ptr<T>() : nullptr;
 }
 
-// An id past the vocabulary is an error, unless it is that of a ban which is over.
+// Check that ids are within the vocabulary. Only the id of a ban that is over may be past it.
 static void check_ids(const char* name, const Tensor& ids, int64_t V, const Tensor& until, const Tensor& positions) {
   if (!ids.defined()) return;
   const int32_t* id = ids.const_data_ptr<int32_t>();

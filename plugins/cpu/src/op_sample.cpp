@@ -1,4 +1,4 @@
-// spec_sample: see trtspec/ops/sample.py.
+// spec_sample, which trtspec/ops/sample.py defines.
 #include <algorithm>
 
 #include "kernels.h"
@@ -7,7 +7,7 @@
 
 using namespace trtspec;
 
-// Columns that are worth a thread: about 20 us of noise.
+// Columns that are worth another thread: about 20 us of noise.
 static constexpr int64_t COLUMNS_PER_CHUNK = 32768;
 
 static void check_vector(const char* name, const Tensor& tensor, int64_t length, ScalarType type, bool optional) {

@@ -1,5 +1,5 @@
-// The ops as C++ functions; contracts in trtspec/ops. Registered with torch's dispatcher where they are defined, and
-// called directly by compiled graphs (graph_calls.cpp).
+// The ops as C++ functions; trtspec/ops holds their contracts. Each op is registered with torch's dispatcher in the
+// file that defines it. Compiled graphs call it directly (graph_calls.cpp).
 #pragma once
 
 #include <optional>

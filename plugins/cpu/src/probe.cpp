@@ -26,8 +26,8 @@ static double read_bandwidth(const trtspec::Tensor& memory) {
   return double(memory.nbytes()) / seconds.count();
 }
 
-// Multiplications per second of packed_linear's inner instructions on registers. group_size: of int4 weights, and of
-// int8 ones where it is one of theirs, whose sums are scaled so often.
+// Multiplications per second of packed_linear's inner instructions on registers. group_size: inputs of a group of int4
+// weights, whose sums are scaled once per group. The same goes for int8 weights, if it is at most 128.
 static double multiply_rate(const trtspec::Tensor& weight, int64_t group_size) {
   constexpr int64_t PIECES = 64, STEPS = 16'384;
   const WeightFormat format = weight.scalar_type() == ScalarType::Float      ? WeightFormat::fp32
@@ -50,7 +50,7 @@ static double multiply_rate(const trtspec::Tensor& weight, int64_t group_size) {
   return double(done) / seconds.count();
 }
 
-// How often each of `count` pieces was done, on own threads; piece `failing` throws.
+// Return how often each of `count` pieces was done, on own threads. Piece `failing` throws.
 static std::vector<int64_t> count_pieces(int64_t count, int64_t failing) {
   const trtspec::OwnThreads own_threads;
   std::vector<int64_t> done(count);

@@ -1,5 +1,5 @@
-// Reads memory as fast as it can, or multiplies what is in registers, and does nothing with it: what the other kernels
-// are measured against.
+// Kernels that read memory as fast as they can, or multiply values in registers, and discard the results. The other
+// kernels are measured against them.
 #pragma once
 
 #include "kernels.h"
@@ -11,7 +11,7 @@
 
 namespace trtspec::TRTSPEC_ISA {
 
-// An exclusive or of all whole 256-byte pieces, so that the reads are not optimised away.
+// Exclusive or of all whole 256-byte pieces, so that the compiler cannot remove the reads.
 int32_t read_memory(const char* from, int64_t bytes) {
   constexpr int REGISTERS = 256 / sizeof(IVec);
   IVec seen[REGISTERS] = {};
@@ -24,10 +24,10 @@ int32_t read_memory(const char* from, int64_t bytes) {
   return all;
 }
 
-// All arithmetic of a tile and nothing else, of so many groups of steps; returns how many multiplications of weights
-// that is. A group is widened and scaled if the format's groups are.
+// Do all arithmetic of a tile and nothing else, for `groups` groups of `group_steps` steps. Return the number of
+// multiplications of weights. If the format is grouped, each group is also widened and scaled.
 template <class Format> int64_t multiply_in_registers(int64_t groups, int64_t group_steps) {
-  // there are registers for all of it
+  // the registers hold all of this
   constexpr int N = Format::GROUPED ? 1 : 2, ROWS = LANES == 16 ? 12 : Format::GROUPED ? 4 : 6;
   constexpr char zeros[2 * sizeof(Vec)] = {};
   using Sum = typename Format::Sum;

@@ -1,5 +1,5 @@
-// spec_sample: see trtspec/ops/sample.py, whose bits this file repeats on every instruction set: each step of the noise
-// is one integer or one correctly rounded IEEE operation, none of them contracted.
+// spec_sample, which trtspec/ops/sample.py defines. The bits are the same on every instruction set. Each step of the
+// noise is one integer operation or one correctly rounded IEEE operation, and none of these is contracted.
 #pragma once
 
 #include <cstdint>
@@ -14,13 +14,14 @@ namespace trtspec::TRTSPEC_ISA {
 constexpr int64_t NO_TOKEN = std::numeric_limits<int64_t>::max();
 constexpr float MINUS_INF = -std::numeric_limits<float>::infinity();
 
-// Bounds of the noise over all 2^23 values of u, as computed: -2.81154 and 16.63553. test_cpu_sample.py walks them all.
+// Bounds of the noise over all 2^23 values of u, as computed: -2.81154 and 16.63553. test_cpu_sample.py checks all
+// values.
 constexpr float LEAST_NOISE = -2.8125f, MOST_NOISE = 16.636f;
 
-// -- Philox4x32-10 in the low halves of 64-bit lanes: what the high halves hold is never looked at -------------------
+// -- Philox4x32-10 in the low halves of 64-bit lanes; no code reads the high halves ----------------------------------
 
 typedef uint64_t LVec __attribute__((vector_size(4 * LANES)));
-constexpr int BLOCKS = LANES / 2;  // counters at once, each of which gives four words
+constexpr int BLOCKS = LANES / 2;  // counters at once; each yields four words
 
 // Products of the low halves.
 INLINE LVec multiply(LVec a, uint64_t b) {
@@ -53,15 +54,15 @@ INLINE Words philox(uint64_t key, uint64_t position, LVec quad) {
   return {{c0, c1, c2, c3}};
 }
 
-// The one word of each id's own counter.
+// Return the word of each id: one of the four words of the id's counter.
 INLINE LVec word_of(LVec ids, uint64_t key, uint64_t position) {
   const Words words = philox(key, position, ids >> 2);
-  const LVec odd = -(ids & 1), high = -((ids >> 1) & 1);  // all ones where so
+  const LVec odd = -(ids & 1), high = -((ids >> 1) & 1);  // all ones where true
   const LVec front = (words.at[1] & odd) | (words.at[0] & ~odd), back = (words.at[3] & odd) | (words.at[2] & ~odd);
   return (back & high) | (front & ~high);
 }
 
-// -- low halves of 64-bit lanes, brought into order ------------------------------------------------------------------
+// -- reordering the low halves of 64-bit lanes -----------------------------------------------------------------------
 
 // a0 b0 a1 b1 ...
 INLINE LVec zip(LVec a, LVec b) { return (a & 0xffffffff) | (b << 32); }
@@ -73,7 +74,7 @@ INLINE UVec narrow(LVec a, LVec b) {
   return load_as<UVec>(halves);
 }
 
-// Whole lanes in turn, the even ones (from = 0) or the odd ones (from = 1): a0 b0 a2 b2 ... or a1 b1 a3 b3 ...
+// Alternate whole lanes, even ones (from = 0) or odd ones (from = 1): a0 b0 a2 b2 ... or a1 b1 a3 b3 ...
 template <int from> INLINE UVec pairs(LVec a, LVec b) {
 #if defined(__clang__)
 #define SHUFFLE(...) (UVec) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -95,11 +96,11 @@ template <int from> INLINE UVec pairs(LVec a, LVec b) {
 constexpr float LOG[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,  -1.2420140846e-1f, 1.4249322787e-1f,
                          -1.6668057665e-1f, 2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
 
-// `_log` of the contract.
+// The contract's `_log`.
 INLINE Vec log_lanes(Vec x) {
   const IVec bits = (IVec)x;
   const Vec mantissa = (Vec)((bits & 0x007fffff) | 0x3f000000);  // [0.5, 1)
-  const IVec small = mantissa < 0.70710678f;                      // -1 where so
+  const IVec small = mantissa < 0.70710678f;                      // -1 where true
   const Vec exponent = __builtin_convertvector((bits >> 23) - 126 + small, Vec);
   const Vec f = (small ? mantissa + mantissa : mantissa) - 1.0f;
   const Vec square = f * f;
@@ -117,8 +118,9 @@ INLINE Vec gumbel(UVec x) {
   return -log_lanes(-log_lanes(u));
 }
 
-// At least gumbel(x), for a tenth of its work: -log(u) >= 1 - u, and log2(y) >= the line between powers of two that y's
-// bits are. The last digit of 103.974 = 150 log(2) + 0.002 pays for rounding; test_cpu_sample.py walks all words.
+// Upper bound of gumbel(x), for a tenth of its work. It uses that -log(u) >= 1 - u. It also uses that y's bits are a
+// line between powers of two, which log2(y) never falls below. The last digit of 103.974 = 150 log(2) + 0.002 covers
+// rounding; test_cpu_sample.py checks all words.
 INLINE Vec gumbel_at_most(UVec x) {
   const Vec y = __builtin_convertvector((IVec)(~x >> 9), Vec) + 0.5f;  // (1 - u) * 2^23, exactly
   return 103.974f - __builtin_convertvector((IVec)y, Vec) * 8.2629582e-8f;  // log(2) * 2^-23
@@ -126,7 +128,7 @@ INLINE Vec gumbel_at_most(UVec x) {
 
 // -- the draw --------------------------------------------------------------------------------------------------------
 
-// The best so far. Equal values go to the lowest id, in whatever order they are offered.
+// The best candidate so far. Among equal values the lowest id wins, in whatever order they are offered.
 struct Best {
   float value;
   int64_t id = NO_TOKEN;
@@ -144,13 +146,13 @@ struct Best {
     if (any(logits + gumbel_at_most(x) >= value)) offer(logits + gumbel(x), id_of);
   }
 
-  // Could noise lift one of these to the best or beyond it? Rounding is monotonic and the noise G <= MOST_NOISE, so
-  // fl(logit + G) <= fl(logit + MOST_NOISE): where that is below `value`, the column can neither win nor tie. The same
-  // holds for gumbel_at_most in offer_noisy.
+  // Return whether noise could lift one of these to the best value or above it. Rounding is monotonic, and the
+  // noise G is at most MOST_NOISE, so fl(logit + G) <= fl(logit + MOST_NOISE). Where that is below `value`, the column
+  // can neither win nor tie. The same holds for gumbel_at_most in offer_noisy.
   INLINE bool in_reach(Vec logits) const { return any(logits + MOST_NOISE >= value); }
 };
 
-// n elements at `from`, or those that are left and then `fill`.
+// A function object that returns n elements at `from`. If fewer are left, it copies these and appends `fill`.
 template <int n, class T> struct Padded {
   T copy[n];
   INLINE const T* operator()(const T* from, int64_t left, T fill) {
@@ -160,7 +162,7 @@ template <int n, class T> struct Padded {
   }
 };
 
-// The highest logit; NaN if one is NaN.
+// Return the highest logit; NaN if one is NaN.
 inline float top_of(const float* row, int64_t V) {
   Padded<4 * LANES, float> padded;
   Vec top[4] = {splat(MINUS_INF), splat(MINUS_INF), splat(MINUS_INF), splat(MINUS_INF)};
@@ -183,10 +185,10 @@ inline void offer_plain(Best& best, const float* row, const int64_t* ids, int64_
     best.offer(load(padded(row + v, V - v, MINUS_INF)), [=](int i) { return ids ? ids[v + i] : v + i; });
 }
 
-// Ids are the columns, so that a counter's four words serve four neighbours.
+// Offer noisy logits whose ids are the columns, so that the four words of a counter serve four adjacent columns.
 inline void offer_dense(Best& best, const float* row, int64_t V, uint64_t key, uint64_t position) {
   Padded<2 * LANES, float> padded;
-  LVec quad;  // even lanes count from 0, odd ones from BLOCKS / 2: so the pairs below lie in the order of the ids
+  LVec quad;  // even lanes count from 0, odd ones from BLOCKS / 2, so that the pairs below are in the order of the ids
   for (int i = 0; i < BLOCKS; ++i) quad[i] = i / 2 + (i % 2) * (BLOCKS / 2);
   for (int64_t v = 0; v < V; v += 2 * LANES) {
     const float* from = padded(row + v, V - v, MINUS_INF);
@@ -199,7 +201,7 @@ inline void offer_dense(Best& best, const float* row, int64_t V, uint64_t key, u
   }
 }
 
-// Each id has a counter of its own, whatever its neighbours are.
+// Offer noisy logits with ids. Each id has a counter of its own, whatever its neighbours are.
 inline void offer_own(Best& best, const float* row, const int64_t* ids, int64_t V, uint64_t key, uint64_t position) {
   Padded<LANES, float> padded;
   Padded<LANES, int64_t> padded_ids;
@@ -215,9 +217,9 @@ inline void offer_own(Best& best, const float* row, const int64_t* ids, int64_t 
 
 inline int64_t draw(const float* row, const int64_t* ids, int64_t V, bool noisy, int64_t seed, int64_t position) {
   const float top = top_of(row, V);
-  if (!(top > MINUS_INF)) return NO_TOKEN;  // NaN, or every token removed
-  // The top column's own score is never below fl(top + LEAST_NOISE), again because rounding is monotonic; so the best
-  // may start there. No id is attached: that column, or a better one, will bring its own.
+  if (!(top > MINUS_INF)) return NO_TOKEN;  // NaN, or every token is removed
+  // The top column's own score is never below fl(top + LEAST_NOISE), again because rounding is monotonic. So the best
+  // value may start there. It has no id yet: that column, or a better one, will bring its own.
   Best best{noisy ? top + LEAST_NOISE : top};
   if (!noisy)
     offer_plain(best, row, ids, V);

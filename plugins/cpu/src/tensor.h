@@ -1,4 +1,4 @@
-// A tensor as the ops see it, made of torch's stable C functions alone: one library serves every torch that has them.
+// The ops' tensor class, made of torch's stable C functions alone. So one library serves every torch that has them.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -36,12 +36,12 @@ template <class... Parts> [[noreturn, gnu::noinline, gnu::cold]] void fail(const
     if (!(condition)) [[unlikely]] ::trtspec::fail(__VA_ARGS__); \
   } while (false)
 
-// Throws what torch says of a call that failed.
+// Throw torch's own message if a call of torch failed.
 inline void check(AOTITorchError code) {
   if (code != AOTI_TORCH_SUCCESS) [[unlikely]] fail(torch_exception_get_what_without_backtrace());
 }
 
-// torch's codes of element types, which are its own affair, and ours.
+// ScalarType of each of torch's dtype codes, by code. torch alone decides its codes, so they are asked for here.
 inline const std::array<ScalarType, 128> SCALAR_TYPES = [] {
   std::array<ScalarType, 128> types;
   types.fill(ScalarType::Undefined);
@@ -55,7 +55,7 @@ inline const std::array<ScalarType, 128> SCALAR_TYPES = [] {
   return types;
 }();
 
-// Sizes or strides; of a tensor, or as they are written: {R, V}. They belong to whoever made them.
+// A view of sizes or strides: of a tensor, or of a list such as {R, V}. Their memory belongs to the tensor or the list.
 class Sizes {
  public:
   Sizes(const int64_t* data, int64_t count) : data_(data), count_(count) {}
@@ -78,7 +78,8 @@ class Sizes {
 
 template <class T> constexpr ScalarType SCALAR_TYPE = c10::CppTypeToScalarType<T>::value;
 
-// Owns its handle or, as an op's argument does, borrows it for the length of the op.
+// A torch tensor by its handle. It owns the handle, or borrows it for the duration of an op: graph_calls.cpp borrows
+// the arguments of ops.
 class Tensor {
  public:
   Tensor() = default;  // undefined
@@ -97,13 +98,13 @@ class Tensor {
 
   bool defined() const { return handle_ != nullptr; }
   AtenTensorHandle handle() const { return handle_; }
-  // A further handle of the same tensor, the caller's own.
+  // Return a further handle of the same tensor. The caller owns it.
   AtenTensorHandle another() const {
     AtenTensorHandle handle;
     check(aoti_torch_new_tensor_handle(handle_, &handle));
     return handle;
   }
-  // The handle, the caller's own from now on.
+  // Return the handle. From now on the caller owns it.
   AtenTensorHandle release() && { return std::exchange(owned_, false) ? handle_ : another(); }
 
   int64_t dim() const { return get<int64_t>(aoti_torch_get_dim); }
@@ -122,10 +123,10 @@ class Tensor {
   template <class T> const T* const_data_ptr() const { return static_cast<const T*>(checked<T>().const_data_ptr()); }
   template <class T> T* mutable_data_ptr() const { return static_cast<T*>(checked<T>().mutable_data_ptr()); }
 
-  // These are the tensor itself where it is so already.
+  // These two return the tensor itself if it is contiguous, or of this type, already.
   Tensor contiguous() const;
   Tensor to(ScalarType type) const;
-  // A contiguous copy.
+  // Return a contiguous copy.
   Tensor clone() const;
 
  private:
@@ -147,7 +148,7 @@ class Tensor {
   bool owned_ = false;
 };
 
-// A new tensor on the CPU.
+// Return a new tensor on the CPU.
 inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType type) {
   static const int32_t cpu = aoti_torch_device_type_cpu();
   AtenTensorHandle handle;
@@ -156,7 +157,7 @@ inline Tensor empty_strided(const Sizes& sizes, const Sizes& strides, ScalarType
   return Tensor::owned(handle);
 }
 
-// Contiguous.
+// Return a new contiguous tensor on the CPU.
 inline Tensor empty(const Sizes& sizes, ScalarType type) {
   constexpr int64_t MOST = 8;
   OP_REQUIRES(sizes.count() <= MOST, "empty: ", sizes, " has more than ", MOST, " dimensions");
@@ -170,7 +171,7 @@ inline Tensor empty(const Sizes& sizes, ScalarType type) {
 
 }  // namespace trtspec
 
-// Tensors as torch's dispatcher passes them: the receiver owns them.
+// Conversions to and from torch's dispatcher. The receiver of a tensor owns its handle.
 template <> struct torch::stable::detail::FromImpl<trtspec::Tensor> {
   static StableIValue call(const trtspec::Tensor& tensor, uint64_t, bool) { return detail::from(tensor.another()); }
 };
@@ -183,7 +184,7 @@ template <> struct torch::stable::detail::ToImpl<trtspec::Tensor> {
 
 namespace trtspec {
 
-// An op of torch's that returns one tensor, through the dispatcher: microseconds.
+// Call an op of torch that returns one tensor, through torch's dispatcher. A call takes microseconds.
 template <class... Args> Tensor call(const char* name, const char* overload, const Args&... args) {
   std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
   check(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
@@ -203,7 +204,7 @@ inline Tensor Tensor::clone() const {
   return call("aten::clone", "", *this, std::optional<MemoryFormat>(MemoryFormat::Contiguous));
 }
 
-// With the strides that torch.empty_like gives it, on which compiled graphs rely.
+// Return a new tensor with the strides that torch.empty_like gives it. Compiled graphs rely on these strides.
 inline Tensor empty_like(const Tensor& x) {
   if (x.is_contiguous()) return empty_strided(x.sizes(), x.strides(), x.scalar_type());
   const Sizes strides = x.strides();
@@ -212,7 +213,7 @@ inline Tensor empty_like(const Tensor& x) {
   return call("aten::empty_like", "", x, std::nullopt, std::nullopt, std::nullopt, std::nullopt, std::nullopt);
 }
 
-// No gradients are kept of torch's ops within it.
+// A scope in which torch's ops keep no gradients.
 class NoGradients {
  public:
   NoGradients() { aoti_torch_grad_mode_set_enabled(false); }

@@ -1,4 +1,5 @@
-// See threads.h. One team of workers serves the process; one op at a time has it, others run in their caller alone.
+// Implements threads.h. One team of workers serves the process. One op at a time has the team; other ops run in their
+// caller alone.
 #include "threads.h"
 
 #include <pthread.h>
@@ -23,13 +24,14 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-// A worker without work looks for it this long before it sleeps. Ops of a step follow each other within microseconds,
-// steps within a fraction of a millisecond; waking a sleeper costs tens of microseconds.
+// Time for which a worker without work looks for it before it sleeps. Ops of a step follow each other within
+// microseconds, steps within a fraction of a millisecond. Waking a sleeping worker costs tens of microseconds.
 constexpr microseconds STAYS_AWAKE{1000};
-constexpr int EAGER_LOOKS = 2000;  // some 50 us without giving way to other processes
+constexpr int EAGER_LOOKS = 2000;  // some 50 us without yielding to other processes
 
-// A worker that is inside a chunk and gets no processor for this long is held up, and the caller with it: the machine is
-// busy with something else. Then it is faster to go on alone for a while, twice as long each time it happens again.
+// A worker that is inside a chunk and gets no processor for this long is held up, and the caller with it. The machine
+// is busy with something else. Then it is faster for the caller to go on alone for a while, twice as long each time
+// this happens again.
 constexpr microseconds HELD_UP{200}, SHORTEST_REST{4000}, LONGEST_REST{64000};
 
 void pause() {
@@ -40,7 +42,7 @@ void pause() {
 #endif
 }
 
-// Looks again and again, giving way to other processes after a while.
+// A wait that looks again and again, and yields to other processes after a while.
 class Wait {
  public:
   void look_again() {
@@ -48,7 +50,7 @@ class Wait {
     if (looks_ == EAGER_LOOKS) start_ = Clock::now();
     std::this_thread::yield();
   }
-  // How long it has been giving way.
+  // How long it has been yielding.
   Clock::duration so_far() const { return looks_ < EAGER_LOOKS ? Clock::duration{} : Clock::now() - start_; }
 
  private:
@@ -56,8 +58,8 @@ class Wait {
   Clock::time_point start_;
 };
 
-// What is expected to be read next. Its parts may be read while it changes: whatever address comes of it, a prefetch of
-// it does no harm.
+// Memory that is expected to be read next. Its fields may be read while they change. The address may then be wrong, but
+// a prefetch of any address does no harm.
 struct alignas(64) Expected {
   std::atomic<const char*> data = nullptr;
   std::atomic<int64_t> bytes = 0;
@@ -65,7 +67,7 @@ struct alignas(64) Expected {
   std::atomic<uint32_t> number = 0;
 } expected;
 
-// Half of what a core's L2 holds: the rest is for what it works on.
+// Most bytes that a core prefetches: half of its L2. The rest is for the data that the core works on.
 int64_t most_fetched() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t bytes = std::clamp<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE) / 2, 128 * 1024, 1024 * 1024);
@@ -75,12 +77,12 @@ int64_t most_fetched() {
   return bytes;
 }
 
-// Fetches a member's part of what is expected, a little at a time.
+// Prefetches a member's part of the expected memory, a little at a time.
 class Fetch {
  public:
   explicit Fetch(int member) : member_(member) {}
 
-  // False: there is nothing left to fetch.
+  // Fetch some of it. Return false if nothing is left to fetch.
   bool some() {
     if (const uint32_t now = expected.number.load(std::memory_order_acquire); now != number_) begin(now);
     if (at_ >= end_) return false;
@@ -106,8 +108,8 @@ class Fetch {
   uintptr_t at_ = 0, end_ = 0;
 };
 
-// A thread's own part of [0, count), from which it takes chunks in order: memory is read straight ahead. When it has
-// none left it helps the others.
+// A thread's own part of [0, count). The thread takes chunks from it in order, so it reads memory straight ahead. When
+// nothing is left of its part, it helps the others.
 struct alignas(64) Share {
   std::atomic<int64_t> next;
   int64_t end;
@@ -116,7 +118,7 @@ struct alignas(64) Share {
 struct alignas(64) Worker {
   std::atomic<bool> inside = false;
 #if defined(__linux__)
-  clockid_t cpu_clock{};  // of its thread
+  clockid_t cpu_clock{};  // of the worker's thread
   timespec cpu_time{};    // when the caller began to suspect it
 #endif
 };
@@ -133,13 +135,14 @@ class Team {
         thread.detach();  // the team lives as long as the process
       }
     } catch (const std::system_error&) {
-      // The system gives no more threads: nobody waits for those that are missing, the others do their shares.
+      // The system gives no more threads. No thread waits for the missing ones, and the others do their shares.
     }
   }
 
   int size() const { return int(shares_.size()); }
 
-  // With `threads` of its members, the caller being one. False: the team is resting, do it alone.
+  // Run the chunks on `threads` members, of which the caller is one. Return false if the team is resting: then the
+  // caller does all chunks alone.
   bool run(int threads, int64_t count, int64_t chunk, Chunk call, const void* body) {
     if (rest_ > microseconds{} && Clock::now() < rest_until_) return false;
     call_ = call;
@@ -162,7 +165,7 @@ class Team {
   }
 
  private:
-  // state_: the job's number, whether workers may still join it, and how many are in it.
+  // state_: number of the job, whether workers may still join it, and number of workers in it.
   static constexpr uint32_t INSIDE = 0xfff, OPEN = 0x1000, NUMBER_STEP = 0x2000;
 
   void work_forever(int index) {
@@ -172,7 +175,7 @@ class Team {
     for (;;) {
       uint32_t state = next_job(last_job, fetch);
       me.inside.store(true, std::memory_order_relaxed);
-      // Only now the job is sure to stay; a failed exchange means that others joined, or that it is over.
+      // Only from now on the job is sure to stay. A failed exchange means that others joined, or that the job is over.
       while ((state & OPEN) && !state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) pause();
       if (state & OPEN) {
         last_job = state & ~(OPEN | INSIDE);
@@ -185,7 +188,7 @@ class Team {
     }
   }
 
-  // The state of an open job that is not `last_job`.
+  // Wait for an open job that is not `last_job`, and return its state.
   uint32_t next_job(uint32_t last_job, Fetch& fetch) {
     for (Wait wait;;) {
       const uint32_t state = state_.load(std::memory_order_acquire);
@@ -239,7 +242,7 @@ class Team {
     for (Worker& worker : workers_) clock_gettime(worker.cpu_clock, &worker.cpu_time);
   }
 
-  // Has a worker that we wait for used less than half of the time since note_cpu_times?
+  // Return whether a worker that we wait for has used less than HELD_UP / 2 of CPU time since note_cpu_times.
   bool was_held_up() {
     for (Worker& worker : workers_) {
       timespec now;
@@ -260,7 +263,7 @@ class Team {
   int64_t chunk_;
   int threads_;
   std::atomic<bool> failed_ = false;
-  std::exception_ptr error_;  // the first
+  std::exception_ptr error_;  // the first exception
   std::vector<Share> shares_;
   std::vector<Worker> workers_;
   Fetch fetch_{0};  // the caller's
@@ -270,7 +273,7 @@ class Team {
 };
 
 std::mutex one_at_a_time;
-Team* team = nullptr;  // grows to the largest number of threads that was asked for
+Team* team = nullptr;  // grows to the largest number of threads that a caller asked for
 
 // A forked child has none of its parent's threads.
 void forget_team() {
@@ -280,7 +283,7 @@ void forget_team() {
 const int forks_are_watched = pthread_atfork(nullptr, nullptr, forget_team);
 
 thread_local bool own_threads = false;
-thread_local int own_count = 0;  // 0: as many as torch's
+thread_local int own_count = 0;  // 0: as many as torch uses
 
 }  // namespace
 
@@ -303,13 +306,13 @@ void expect_next(const void* data, int64_t bytes) {
 
 int use_own_threads(int count) { return std::exchange(own_count, count); }
 
-// On torch's threads. What a chunk throws may not pass through torch's C functions.
+// Run the chunks on torch's threads. An exception may not pass through torch's C functions, so it is thrown again here.
 static void share_out_with_torch(int64_t count, int64_t chunk, Chunk call, const void* body) {
   struct Job {
     const Chunk call;
     const void* const body;
     std::atomic<bool> failed = false;
-    std::exception_ptr error;  // the first
+    std::exception_ptr error;  // the first exception
   } job{call, body};
   const auto run = [](int64_t begin, int64_t end, void* of) {
     Job& job = *static_cast<Job*>(of);

@@ -1,18 +1,20 @@
-// Sharing an op's pieces out among threads.
+// Shares the pieces of an op out among threads.
 #pragma once
 
 #include <cstdint>
 
 namespace trtspec {
 
-// body(begin, end) for chunks of [0, count), on as many threads as torch uses (torch.set_num_threads). A chunk is
-// `chunk` pieces, worth a few microseconds: fewer than two chunks are not worth another thread. Chunks may run in any
-// order and at the same time. What a body throws is thrown here, once all have ended.
+// parallel_for calls body(begin, end) for chunks of [0, count), on as many threads as torch uses
+// (torch.set_num_threads). A chunk is `chunk` pieces, which together take a few microseconds. Fewer than two chunks are
+// not worth another thread. Chunks may run in any order and at the same time. If a body throws, parallel_for throws the
+// exception after all chunks have ended.
 //
-// Within an OwnThreads, or after use_own_threads, the threads are this library's. OpenMP's wait for each other at every
-// op, which costs microseconds when all is well, and milliseconds each time another process has taken one of the cores;
-// ours wait for nobody who has not come: whoever is there takes the chunks. Elsewhere it is torch's parallel_for, since
-// torch's own ops leave OpenMP's threads spinning, and two teams would fight for the cores.
+// Within an OwnThreads, or after use_own_threads, the threads are this library's own. OpenMP's threads wait for each
+// other at every op. That costs microseconds at best, and milliseconds each time another process has taken one of the
+// cores. The own threads never wait for a thread that has not come: the threads that are there take the chunks.
+// Elsewhere the threads are those of torch's parallel_for. torch's own ops leave OpenMP's threads spinning, and two
+// teams of threads would compete for the cores.
 class OwnThreads {
  public:
   OwnThreads();
@@ -22,12 +24,13 @@ class OwnThreads {
   bool before_;
 };
 
-// From now on this thread's ops use `count` threads of our own; 0: as many as torch.set_num_threads says, and OpenMP's
-// unless within an OwnThreads. Returns what it was.
+// Make this thread's ops use `count` own threads from now on. 0: as many threads as torch.set_num_threads says, and
+// they are OpenMP's outside an OwnThreads. Return the previous value.
 int use_own_threads(int count);
 
-// What this thread's next op is going to read, as far as one can tell. Until then threads of our own that have nothing to
-// do fetch their parts of it into their caches, as memory stands idle, too. A wrong guess changes nothing but time.
+// Announce the memory that this thread's next op will read, as far as it is known. Until that op begins, idle own
+// threads prefetch their parts of it into their caches, because memory is idle too. A wrong guess costs nothing but
+// time.
 void expect_next(const void* data, int64_t bytes);
 
 using Chunk = void (*)(const void* body, int64_t begin, int64_t end);

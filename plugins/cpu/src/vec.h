@@ -1,7 +1,8 @@
-// A vector of fp32 lanes and the few things kernels do with it, for whatever instruction set this file is compiled for.
+// A vector of fp32 lanes and the operations that kernels need on it, for the instruction set of the compilation.
 //
-// Every operation is one IEEE operation (the compiler may not contract a*b+c by itself: -ffp-contract=off), so what a
-// kernel computes for a row is the same wherever the row lies. Different instruction sets may give different bits.
+// Every operation is one IEEE operation: -ffp-contract=off keeps the compiler from contracting a*b+c by itself. So the
+// result that a kernel computes for a row does not depend on where the row is. Different instruction sets may give
+// different bits.
 #pragma once
 
 #include <cmath>
@@ -34,7 +35,7 @@ typedef int32_t IVec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t UVec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t HVec __attribute__((vector_size(2 * LANES)));
 
-// Element types as they lie in memory. Half-precision numbers are their bits.
+// Element types as they are in memory. A half-precision number is stored as its bits.
 struct BFloat16 { uint16_t bits; };
 struct Half { uint16_t bits; };
 
@@ -44,7 +45,7 @@ template <class T> INLINE T load_as(const void* from) {
   return value;
 }
 
-// The value in a register is as it is now: what the compiler knows of it is void, and it stays there.
+// Pin a value to a register: the compiler must keep it there and may assume nothing about it.
 template <class T> INLINE void pin(T& in_register) {
 #if defined(__AVX512F__)
   asm volatile("" : "+v"(in_register));
@@ -55,9 +56,9 @@ template <class T> INLINE void pin(T& in_register) {
 #endif
 }
 
-INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0, so the compiler leaves it out
+INLINE Vec splat(float x) { return x - Vec{}; }  // x - 0 is x, also for -0: the compiler leaves it out
 
-// a * b + c, rounded once where the hardware can.
+// a * b + c, rounded once if the hardware can do so.
 INLINE Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -71,7 +72,7 @@ INLINE Vec fma(Vec a, Vec b, Vec c) {
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
-// Lanes added up in a fixed tree.
+// Sum of all lanes, added up in a fixed tree.
 INLINE float sum(Vec v) {
   float lanes[LANES];
   std::memcpy(lanes, &v, sizeof v);
@@ -80,7 +81,7 @@ INLINE float sum(Vec v) {
   return lanes[0];
 }
 
-// Lane i holds what lane i ^ distance held.
+// Swap lanes: lane i of the result is lane i ^ distance of v.
 template <int distance, size_t... I> INLINE Vec swap_lanes(Vec v, std::index_sequence<I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(v, v, int(I ^ distance)...);
@@ -94,7 +95,7 @@ template <int distance = LANES / 2> INLINE float highest(Vec v) {
   else return highest<distance / 2>(max(v, swap_lanes<distance>(v, std::make_index_sequence<LANES>())));
 }
 
-// op of all lanes; whole numbers, so in any order.
+// Reduce all lanes with op. Integers allow any order.
 template <int distance = LANES / 2, class Op> INLINE int32_t fold(IVec v, Op op) {
   if constexpr (distance == 0) return v[0];
   else return fold<distance / 2>(op(v, (IVec)swap_lanes<distance>((Vec)v, std::make_index_sequence<LANES>())), op);
@@ -107,7 +108,7 @@ INLINE int32_t highest(IVec v) {
   return fold(v, [](IVec a, IVec b) __attribute__((always_inline)) { return a > b ? a : b; });
 }
 
-// Is a lane of this comparison true?
+// Return whether any lane of this comparison is true.
 INLINE bool any(IVec mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
@@ -122,12 +123,12 @@ INLINE bool any(IVec mask) {
 #endif
 }
 
-// -- loads and stores of LANES elements, to and from fp32 ------------------------------------------------------------
+// -- loads and stores of LANES elements, converted to and from fp32 --------------------------------------------------
 
 INLINE Vec load(const float* from) { return load_as<Vec>(from); }
 
 INLINE Vec load(const BFloat16* from) {
-#if defined(__AVX512F__)  // where convertvector takes halves
+#if defined(__AVX512F__)  // convertvector would work on half a vector at a time
   const UVec wide = (UVec)_mm512_cvtepu16_epi32(load_as<__m256i>(from));
 #elif defined(__AVX2__)
   const UVec wide = (UVec)_mm256_cvtepu16_epi32(load_as<__m128i>(from));
@@ -181,10 +182,10 @@ INLINE Vec load(const uint8_t* from) {
 
 INLINE void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
-// Round to nearest even; NaN stays NaN.
+// Round to the nearest number, ties to even; NaN stays NaN.
 INLINE void store(BFloat16* to, Vec v) {
 #if defined(__AVX512BF16__)
-  constexpr int DENORMAL = 0x20;  // which the instruction takes for 0
+  constexpr int DENORMAL = 0x20;  // the class of denormals, which the instruction takes for 0
   if (!_mm512_fpclass_ps_mask((__m512)v, DENORMAL)) [[likely]] {
     const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
     std::memcpy(to, &narrow, sizeof narrow);
@@ -221,7 +222,7 @@ INLINE void store(Half* to, Vec v) {
 #endif
 }
 
-// Whole numbers from -128 to 127.
+// Store integers from -128 to 127.
 INLINE void store(int8_t* to, IVec v) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)v);
@@ -235,7 +236,7 @@ INLINE void store(int8_t* to, IVec v) {
 #endif
 }
 
-// The first n < LANES elements; the other lanes are 0.
+// Load the first n < LANES elements; the other lanes are 0.
 template <class T> INLINE Vec load(const T* from, int n) {
   T padded[LANES] = {};
   std::memcpy(padded, from, n * sizeof(T));
@@ -250,13 +251,13 @@ template <class T> INLINE void store(T* to, Vec v, int n) {
 
 // -- functions -------------------------------------------------------------------------------------------------------
 
-// y * 2^n, n whole, |n| <= 252.
+// y * 2^n for a whole n, |n| <= 252.
 INLINE Vec scale_by_power(Vec y, Vec n) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_scalef_ps((__m512)y, (__m512)n);
 #else
-  // In two steps, as 2^n itself may not be an fp32 number. A NaN has some n, and stays NaN.
-  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: in magic + n the low bits are n
+  // In two steps, because 2^n itself may not be an fp32 number. If y is NaN, n is some number and the result stays NaN.
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: the low bits of magic + n are n
   const IVec whole = (IVec)((UVec)(magic + n) - (UVec)magic), half = whole >> 1;
   const Vec first = (Vec)(((UVec)half + 127) << 23), second = (Vec)(((UVec)whole - (UVec)half + 127) << 23);
   return y * first * second;
@@ -265,8 +266,8 @@ INLINE Vec scale_by_power(Vec y, Vec n) {
 
 // e^x within 1.01 ulp: 0 from -104 down, inf from 89 up, NaN for NaN, exactly 1 for 0.
 INLINE Vec exp(Vec x) {
-  x = min(splat(89.0f), max(splat(-104.0f), x));  // the constants first, so that NaN stays
-  // x = n ln 2 + r, |r| <= ln 2 / 2; ln 2 in two parts, of which n times the first is exact.
+  x = min(splat(89.0f), max(splat(-104.0f), x));  // constants are the first operands, so that NaN stays
+  // x = n ln 2 + r, |r| <= ln 2 / 2. ln 2 is split into two parts, and n times the first part is exact.
   const Vec magic = splat(12582912.0f);
   const Vec n = fma(x, splat(1.44269504f), magic) - magic;
   const Vec r = fma(n, splat(2.12194440e-4f), fma(n, splat(-0.693359375f), x));
@@ -279,7 +280,7 @@ INLINE Vec exp(Vec x) {
   return scale_by_power(fma(p, r * r, r) + 1.0f, n);
 }
 
-// Within 3 ulp; NaN for NaN.
+// tanh x within 3 ulp; NaN for NaN.
 INLINE Vec tanh(Vec x) {
   const Vec square = x * x;
   Vec p = splat(-5.70498872745e-3f);  // the polynomial of Cephes' tanhf
@@ -291,9 +292,9 @@ INLINE Vec tanh(Vec x) {
   return square < splat(0.625f * 0.625f) ? small : large;
 }
 
-// -- turning a square of LANES x LANES on its side -------------------------------------------------------------------
+// -- transposing a square of LANES x LANES ---------------------------------------------------------------------------
 
-// a and b lane by lane: a[from], b[from], a[from + 1], b[from + 1], ...
+// Interleave a and b lane by lane: a[from], b[from], a[from + 1], b[from + 1], ...
 template <int from, size_t... I> INLINE Vec interleave(Vec a, Vec b, std::index_sequence<I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, int(from + I / 2 + I % 2 * LANES)...);
@@ -302,8 +303,8 @@ template <int from, size_t... I> INLINE Vec interleave(Vec a, Vec b, std::index_
 #endif
 }
 
-// Lane i of row j goes to lane j of row i, whatever bits they are. Each round is a perfect shuffle of all elements,
-// which turns the bits of an element's index by one place.
+// Transpose: lane i of row j goes to lane j of row i. The lanes may hold any bits. Each round is a perfect shuffle of
+// all elements, which rotates the bits of an element's index by one place.
 INLINE void transpose(Vec (&rows)[LANES]) {
   constexpr auto lanes = std::make_index_sequence<LANES>();
   for (int round = 1; round < LANES; round *= 2) {

@@ -1,14 +1,14 @@
-// The form: what is asked, how often, and what came of it. Text from the server is only ever set as text.
+// The form: the request, its runs, and their results. Text from the server is only ever set as text, never as HTML.
 
 import { watch } from "./charts.js";
 import { Pane } from "./pane.js";
 
 const byId = (id) => document.getElementById(id);
 const form = byId("form");
-let running = null; // the AbortController of what runs
-let facts = null; // of the engine, once the feed has told
+let running = null; // the AbortController of the current run
+let facts = null; // facts of the engine, after the feed has sent them
 
-// -- what is remembered: the theme for good, the key until the tab is closed ------------------------------------------
+// -- stored settings: the theme for good, the key until the tab is closed ---------------------------------------------
 
 const theme = byId("theme");
 theme.value = localStorage.getItem("trtspec-theme") ?? "system";
@@ -29,7 +29,7 @@ byId("key").addEventListener("input", () => sessionStorage.setItem("trtspec-key"
 function showFields() {
   const compare = byId("compare").checked;
   byId("other-k-field").hidden = byId("in-turn-field").hidden = !compare;
-  byId("other-k").disabled = !compare; // what is hidden must not keep the form from being valid
+  byId("other-k").disabled = !compare; // a hidden field must not make the form invalid
   byId("panes").classList.toggle("hide-rejected", !byId("show-rejected").checked);
 }
 byId("compare").addEventListener("change", showFields);
@@ -57,7 +57,7 @@ function request() {
     ...(chat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     max_tokens: number("max-tokens"),
     temperature: number("temperature"),
-    // one seed for all that are compared
+    // one seed for all runs that are compared
     seed: number("seed") ?? Math.floor(Math.random() * 2 ** 31),
     stream: true,
     stream_options: { include_usage: true },
@@ -92,7 +92,7 @@ async function run() {
   }
 }
 
-/** When all have ended; the first error, if there is one. */
+/** Wait until all promises have ended. Throw the first error, if there is one. */
 async function all(promises) {
   const failed = (await Promise.allSettled(promises)).find(({ status }) => status === "rejected");
   if (failed) throw failed.reason;
@@ -125,7 +125,7 @@ function explain(error) {
   }
 }
 
-/** Buttons stay focusable, so that nobody's focus is lost. */
+/** Set the current run. Disabled buttons stay focusable, so that no focus is lost. */
 function setRunning(controller) {
   running = controller;
   byId("run").setAttribute("aria-disabled", running !== null);

@@ -1,14 +1,15 @@
-// What the engine does, from the server's feed: the header's facts, and small charts of the last minute.
+// The engine's state from the server's feed: its status in the header, and small charts of the last minute.
 
-const KEPT = 240; // events: a minute, at four a second
-const SHOWN = 4; // events that the figure beside a chart is the mean of
-const WIDTH = 240, HEIGHT = 44, MARGIN = 3; // of a chart, in its own units
+const KEPT = 240; // events: a minute, at four events a second
+const SHOWN = 4; // events; the figure next to a chart is their mean
+const WIDTH = 240, HEIGHT = 44, MARGIN = 3; // of a chart, in units of its viewBox
 
 const whole = (x) => x.toFixed(0);
 const percent = (x) => `${(100 * x).toFixed(0)}%`;
 const sum = (xs) => xs.reduce((a, b) => a + b, 0);
 
-// value: null = nothing to show; top: of the axis, unset = the largest value that is shown
+// value: null = nothing to show. top: top of the axis; unset = 5 % above the largest value that is shown.
+// latest: show the latest value, not a mean.
 const CHARTS = [
   { name: "Tokens/s", value: (e) => e.tokens_per_second, words: whole },
   { name: "Steps/s", value: (e) => e.steps_per_second, words: whole },
@@ -47,7 +48,7 @@ class Chart {
     this.path.setAttribute("d", this.#line(high));
   }
 
-  /** The newest at the right; a gap where there is nothing. */
+  /** Path of the values, the newest at the right, with a gap where a value is null. */
   #line(high) {
     const left = KEPT - this.#values.length;
     let pen = "M";
@@ -59,14 +60,14 @@ class Chart {
       }
       const x = ((left + i + 1) * WIDTH) / KEPT;
       const y = HEIGHT - MARGIN - (HEIGHT - 2 * MARGIN) * Math.min(value / high, 1);
-      line += `${pen}${x.toFixed(1)} ${y.toFixed(1)}${pen === "M" ? "h0.1" : ""}`; // a lone point is seen, too
+      line += `${pen}${x.toFixed(1)} ${y.toFixed(1)}${pen === "M" ? "h0.1" : ""}`; // makes a lone point visible
       pen = "L";
     });
     return line;
   }
 }
 
-/** Show the feed for as long as the page is open; onEvent hears of every event. */
+/** Show the feed for as long as the page is open, and call onEvent for every event. */
 export function watch(container, template, onEvent) {
   const charts = CHARTS.map((spec) => new Chart(spec, template));
   container.append(...charts.map((chart) => chart.element));

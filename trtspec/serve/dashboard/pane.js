@@ -1,8 +1,8 @@
-// One run of a prompt with one K: its text as it comes, and its figures.
+// One run of a prompt with one K: its text as it is streamed, and its figures.
 
 import { Aligner, events, problemOf } from "./stream.js";
 
-/** A request's end that is no success; status: of HTTP, 0 if there was none. */
+/** The failure of a request. status: that of HTTP, 0 if there was none. */
 export class RunError extends Error {
   constructor(message, status = 0) {
     super(message);
@@ -12,15 +12,15 @@ export class RunError extends Error {
 
 export class Pane {
   text = "";
-  speed = 0; // tokens/s, those after the first step's
+  speed = 0; // tokens/s, without the first step's tokens
   #tokens = 0;
-  #steps = 0; // those that read no prompt in
-  #drafts = 0; // of them, those that had drafts
-  #kept = 0; // drafts accepted in them
+  #steps = 0; // steps after the prefill
+  #drafts = 0; // steps after the prefill that had drafts
+  #kept = 0; // draft tokens accepted in these steps
   #started = 0;
-  #first = 0; // when the first tokens came, 0 = not yet
+  #first = 0; // time of the first tokens, 0 = not yet
   #firstTokens = 0;
-  #offered = []; // by position
+  #offered = []; // number of drafts by position
   #accepted = [];
   #aligner = new Aligner();
 
@@ -36,7 +36,7 @@ export class Pane {
     if (k === 0) this.element.querySelector(".acceptance").hidden = true;
   }
 
-  /** Until the text is complete; a RunError if it does not get there, an AbortError if the signal ends it. */
+  /** Run until the text is complete. Throw a RunError if it fails, an AbortError if the signal ends it. */
   async run(path, body, key, signal) {
     this.#started = performance.now();
     this.progress("running");
@@ -90,7 +90,7 @@ export class Pane {
     this.#tokens += count;
     if (count === 0) return;
     if (this.#first === 0) {
-      this.#first = now; // the step that read the prompt in
+      this.#first = now; // the prefill step
       this.#firstTokens = count;
       return;
     }
@@ -142,7 +142,7 @@ export class Pane {
   }
 }
 
-/** A rejected draft takes no room for new lines and indentation: they are shown by signs. */
+/** Show line breaks and indentation of a rejected draft by signs, so that they take no room. */
 function visible(word) {
   return word.replaceAll("\n", "↵").replaceAll("\t", "⇥").replaceAll(/ {2,}|^ $/g, "␣");
 }

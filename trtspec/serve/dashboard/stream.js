@@ -1,6 +1,6 @@
-// What the server streams, and which part of the text each token is.
+// Reads the server's stream, and finds the part of the text that each token is.
 
-/** The JSON of each server-sent event until the stream says that it is done; an Error if it breaks off before. */
+/** Yield the JSON of each server-sent event until [DONE]. Throw an Error if the stream ends before that. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
@@ -21,7 +21,7 @@ export async function* events(response) {
   }
 }
 
-/** What a response that is no success says in words. */
+/** Return the error message of a failed response. */
 export async function problemOf(response) {
   try {
     return (await response.json()).error.message;
@@ -31,20 +31,23 @@ export async function problemOf(response) {
 }
 
 /**
- * Cuts the text into the tokens it is made of. A token's own text is not always a part of the whole: half a character
- * has none, a tokenizer may drop a word's blank when it stands alone, and the text comes later than its tokens while it
- * may become a stop string. So tokens wait for their text, and what cannot be told apart stays in one piece.
+ * Cuts the text into its tokens. A token's own text is not always a part of the whole. Half a character has no text. A
+ * tokenizer may drop the space before a word that stands alone. And text that may become a stop string comes later than
+ * its tokens. So tokens wait for their text, and tokens that cannot be told apart stay in one piece.
  */
 export class Aligner {
   #text = "";
   #waiting = []; // {kind, word}
 
-  /** [{kind, word}], kind one of accepted, rejected, bonus, plain: what text and a step's speculation complete. */
+  /**
+   * Add text and a step's speculation, and return the pieces that they complete: [{kind, word}]. kind is one of
+   * accepted, rejected, bonus, plain.
+   */
   push(text, speculation) {
     const own = speculation.draft_len > 0 ? "bonus" : "plain";
     const add = (kind, words) => this.#waiting.push(...words.map((word) => ({ kind, word })));
     add("accepted", speculation.accepted);
-    add("rejected", speculation.rejected); // where they were refused: before the token that came instead
+    add("rejected", speculation.rejected); // before the token that replaced them
     add(own, speculation.bonus);
     this.#text += text;
     const pieces = [];
@@ -53,13 +56,13 @@ export class Aligner {
       if (kind === "rejected") pieces.push(this.#waiting.shift());
       else if (this.#text.startsWith(word)) pieces.push(this.#take(kind, word.length));
       else if (this.#text.startsWith(` ${word}`)) pieces.push(this.#take(kind, word.length + 1));
-      else if (word.startsWith(this.#text)) break; // the rest of it has not come
+      else if (word.startsWith(this.#text)) break; // the rest of the word has not come yet
       else pieces.push(...this.#skip());
     }
     return pieces;
   }
 
-  /** What is left at the end. */
+  /** Return the pieces that are left at the end. */
   finish() {
     const pieces = this.#waiting.filter(({ kind }) => kind === "rejected");
     if (this.#text !== "") pieces.unshift({ kind: this.#waiting[0]?.kind ?? "plain", word: this.#text });
@@ -73,7 +76,7 @@ export class Aligner {
     return { kind, word };
   }
 
-  /** The text up to the next token that can be found in it, in one piece; all of it if there is none. */
+  /** Take the text up to the next token that can be found in it, as one piece. If there is none, take all text. */
   #skip() {
     const next = this.#waiting.findIndex(
       ({ kind, word }, i) => i > 0 && kind !== "rejected" && /^[^\uFFFD]+$/.test(word) && this.#text.includes(word),
