@@ -90,7 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[30, 60])
     parser.add_argument("--whole", action="store_true", help="build whole graphs, too, and compare steps")
-    parser.add_argument("--repeats", type=int, default=7, help="of what is timed beside a whole graph")
+    parser.add_argument("--repeats", type=int, default=7, help="of what is timed next to a whole graph")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     from tests.head_checkpoints import make_eagle3

@@ -224,7 +224,7 @@ def select_mode(
         preferred = [mode for mode in found.values() if mode.traits.by_default]
         return preferred[0] if preferred else found.get(True) or found[False]
     offers = " or ".join(f"one_engine={e}, vanilla={v}" for (m, e, v, p) in MODE_OF if (m, p) == (method, parallel))
-    beside = " with parallel_drafting=True" if parallel else ""
+    extra = " with parallel_drafting=True" if parallel else ""
     raise ConfigError(
-        f"one_engine={one_engine}, vanilla={vanilla} does not exist for method={method!r}{beside}; use {offers}"
+        f"one_engine={one_engine}, vanilla={vanilla} does not exist for method={method!r}{extra}; use {offers}"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.notes import origin
-from benchmarks.real.beside import PEERS, Contest, Task, fastest, figures
+from benchmarks.real.contest import PEERS, Contest, Task, fastest, figures
 from benchmarks.real.ours import Own, Run, open_engine, run_queue, sampling
 from benchmarks.real.picture import draw
 from benchmarks.real.prompts import SETS, prompts_of
@@ -223,8 +223,8 @@ def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
         length = runs[own][0].speculation.acceptance_length
         speed_up = median(lambda r, o=own: r[o].tokens_per_second / r[plain].tokens_per_second)
         if own.method == "eagle3":
-            beside = Own("two-engine", own.head)
-            head_cost = median(lambda r, o=beside: sum(r[o].launches[1:]) / r[o].steps / r[plain].step)
+            two_engine = Own("two-engine", own.head)
+            head_cost = median(lambda r, o=two_engine: sum(r[o].launches[1:]) / r[o].steps / r[plain].step)
             of_allowed = speed_up / (length / (rows_cost + head_cost))
         found.append(
             {

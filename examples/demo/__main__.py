@@ -110,7 +110,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="the shipped models; nothing is downloaded")
     parser.add_argument("--max-tokens", type=int, help="tokens generated per prompt, at most")
     parser.add_argument("--temperature", type=float, help="0 = greedy (default 0; of --tiny 0.8)")
-    parser.add_argument("--modes", nargs="+", choices=names, default=names, help="beside plain (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=names, default=names, help="next to plain (default: all)")
     parser.add_argument("--backend", choices=("aoti", "eager"), default="aoti", help="compiled engines, or op by op")
     args = parser.parse_args()
     console = Console()

@@ -77,9 +77,9 @@ def speculation(mode: str, models: Path) -> dict[str, Any] | None:
             "one_engine": True,
         },
         "eagle3": {**eagle3, "draft_len_schedule": {5: K, 7: 1}},  # more than 7 requests: no drafts
-        "eagle3_beside": {**eagle3, "one_engine": False},
+        "eagle3_two_engine": {**eagle3, "one_engine": False},
         "eagle": eagle,
-        "eagle_beside": {**eagle, "one_engine": False},
+        "eagle_two_engine": {**eagle, "one_engine": False},
         "hidden": {
             "method": "extract_hidden_states",
             "output_directory": str(models / "saved"),

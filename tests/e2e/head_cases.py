@@ -139,9 +139,11 @@ class Watch:
         for request in self.llm.engine.loop.scheduler.running:
             kv, kept = request.kv, self.llm.engine.loop.proposer.states
             known = min(kv.committed, len(request.tokens) - 1)
-            waits = kept is not None and not request.is_context and kept.rows(request, kv.draft_len, known) is not None
-            if kv.draft_len != kv.committed and not waits:
-                self.incomplete.append((request.request_id, request.kv.draft_len, request.kv.committed))
+            waits = (
+                kept is not None and not request.is_context and kept.rows(request, kv.draft_kv_len, known) is not None
+            )
+            if kv.draft_kv_len != kv.committed and not waits:
+                self.incomplete.append((request.request_id, request.kv.draft_kv_len, request.kv.committed))
             known = len(request.tokens)
             assert not request.drafts or known + len(request.drafts) < request.length_limit  # no draft past the limit
             for j, draft in enumerate(request.drafts):

@@ -41,8 +41,8 @@ class Draw:
         """
         scores, inside = self.logits + self.noise, self.inside()
         ahead = (scores > scores[other]) & (inside >= 0)
-        behind = torch.minimum(scores - scores[other], inside)[ahead]
-        needed = max(0.0, float(-inside[other]), *behind.tolist())
+        gap = torch.minimum(scores - scores[other], inside)[ahead]
+        needed = max(0.0, float(-inside[other]), *gap.tolist())
         return needed / (BF16_ULP * float(self.logits[self.logits.isfinite()].abs().max()))
 
     def inside(self) -> Tensor:

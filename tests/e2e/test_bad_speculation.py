@@ -83,12 +83,12 @@ ARCHITECTURE: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
         ConfigError,
         ("num_hidden_layers=2 is too few", "set capture_layers"),
     ),
-    "Medusa beside the target": (
+    "Medusa as two engines": (
         lambda f: (f.target, {"method": "medusa", "model": f.medusa(), "one_engine": False}),
         ConfigError,
         ("one_engine=False", "method='medusa'", "use one_engine=True"),
     ),
-    "parallel drafting beside the target": (
+    "parallel drafting as two engines": (
         lambda f: (
             f.target,
             {
@@ -308,7 +308,7 @@ CONFUSED: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
         CheckpointError,
         ("'some/EAGLE3-head' is not on this machine", "download the model first"),
     ),
-    "a folder beside MTP": (
+    "a folder with MTP": (
         lambda f: (f.mimos[1], {"method": "mtp", "model": str(f.draft), "num_speculative_tokens": 1}),
         UnsupportedError,
         ("MTP layers of model_type='llama'", "not known; those of mimo run"),

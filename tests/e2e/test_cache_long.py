@@ -50,8 +50,8 @@ def test_what_graphs_do_not_know_of_speculation_is_heeded_at_run_time(
     head = {"method": "eagle3", "model": str(models / "head"), "one_engine": one_engine}
     wanted = outputs(models / "target", backend="eager")
     assert outputs(models / "target", {**head, "num_speculative_tokens": 2}) == wanted
-    for beside in ({"max_model_len": 100}, {"disable_logprobs": True}):
-        assert outputs(models / "target", {**head, "num_speculative_tokens": 2, **beside}) == wanted
+    for extra in ({"max_model_len": 100}, {"disable_logprobs": True}):
+        assert outputs(models / "target", {**head, "num_speculative_tokens": 2, **extra}) == wanted
     assert len(built) == 1
     assert outputs(models / "target", {**head, "num_speculative_tokens": 1}) == wanted
     assert len(built) == 2

@@ -78,8 +78,8 @@ SPECULATION = {
     "eagle3": {"method": "eagle3", "num_speculative_tokens": K},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": K},
     "draft_inside": {"method": "draft_model", "num_speculative_tokens": K, "one_engine": True},
-    "eagle3_beside": {"method": "eagle3", "num_speculative_tokens": K, "one_engine": False},
-    "eagle_beside": {"method": "eagle", "num_speculative_tokens": K, "one_engine": False},
+    "eagle3_two_engine": {"method": "eagle3", "num_speculative_tokens": K, "one_engine": False},
+    "eagle_two_engine": {"method": "eagle", "num_speculative_tokens": K, "one_engine": False},
     "ngram": {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1},
 }
 
@@ -91,8 +91,8 @@ def models(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {
         "target": target,
         "eagle3": eagle3,
-        "eagle3_beside": eagle3,
-        "eagle_beside": make_eagle(folder, target),
+        "eagle3_two_engine": eagle3,
+        "eagle_two_engine": make_eagle(folder, target),
         "draft_model": draft,
         "draft_inside": draft,
     }
@@ -104,7 +104,7 @@ def speculation(models: dict[str, Path], mode: str) -> dict[str, Any] | None:
 
 
 @pytest.mark.parametrize("overlaps", [True, False])
-@pytest.mark.parametrize("mode", [mode for mode in SPECULATION if not mode.endswith("beside")])
+@pytest.mark.parametrize("mode", [mode for mode in SPECULATION if not mode.endswith("two_engine")])
 def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str, overlaps: bool) -> None:
     """Ids are those of eager decoding while requests of all kinds come and go.
 
@@ -193,8 +193,8 @@ def test_a_generation_step_costs_two_launches(models: dict[str, Path], work: Hos
 # -- draft layers next to the target ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["eagle3_beside", "eagle_beside"])
-def test_draft_layers_beside_the_target_read_its_states_on_the_device(
+@pytest.mark.parametrize("mode", ["eagle3_two_engine", "eagle_two_engine"])
+def test_draft_layers_next_to_the_target_read_its_states_on_the_device(
     models: dict[str, Path], work: HostQueue, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Draft layers next to the target run kernel by kernel and make the drafts of eager.
@@ -292,7 +292,7 @@ def test_graphs_without_drafts_verify_those_of_the_host(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_beside", "draft_model"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "draft_model"])
 def test_an_engine_folder(
     models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
@@ -315,7 +315,7 @@ def test_an_engine_folder(
         assert run.outcomes == outcomes
         assert_all_blocks_free(llm)
     assert run.speculation.num_accepted_tokens > 0
-    assert work.num_replayed == 0 if mode == "eagle3_beside" else work.num_replayed >= 10
+    assert work.num_replayed == 0 if mode == "eagle3_two_engine" else work.num_replayed >= 10
 
 
 def test_without_graphs_the_same_runs_kernel_by_kernel(models: dict[str, Path], work: HostQueue) -> None:

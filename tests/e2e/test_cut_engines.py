@@ -179,7 +179,7 @@ def test_layers_with_and_without_windows(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_a_draft_model_that_is_cut_beside_a_target_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_model_that_is_cut_next_to_a_target_that_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_target(tmp_path, num_hidden_layers=8)
     draft = perturbed(target, noise=0.1)
     same_bits(

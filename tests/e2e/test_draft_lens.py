@@ -133,7 +133,7 @@ def answers_of(cases: list[Case], outcomes: list[Outcome]) -> list[list[int]]:
     return [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "eagle", "dflash", "draft_inside", "eagle3_beside"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle", "dflash", "draft_inside", "eagle3_two_engine"])
 def test_no_token_changes(models: Path, plain: list[Outcome], said: dict[int, int], mode: str) -> None:
     """Lengths chosen by the worker change no token, in a cache too small for all, with prompts in chunks."""
     with LLM(models / "target", fields_of(mode, models), **LIMITS, num_kv_blocks=34) as llm:
@@ -244,7 +244,7 @@ def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3_beside"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine"])
 @pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_compiled_graphs_tell_the_same(
     models: Path, plain: list[Outcome], tmp_path: Path, backend: str, mode: str

@@ -59,7 +59,7 @@ def make(target: Path, draft: Path) -> Make:
     return make
 
 
-def drafts_beside(llm: LLM, cases: list[Case], answers: list[list[int]], k: int) -> dict[Place, int]:
+def two_engine_drafts(llm: LLM, cases: list[Case], answers: list[list[int]], k: int) -> dict[Place, int]:
     """Drafts of the two-engine drafter after each token of the answers.
 
     Every row of draft KV is computed from known tokens, and a guess is overwritten before it is read again.
@@ -97,7 +97,7 @@ def refer(target: Path, make: Make, cases: list[Case], dtype: str = "float32", *
         outcomes = run_alone(llm.engine, cases)
     answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
     with make(MOST_K, dtype, {"one_engine": False, **fields}, **ROOMY) as llm:
-        return Reference(cases, outcomes, drafts_beside(llm, cases, answers, MOST_K))
+        return Reference(cases, outcomes, two_engine_drafts(llm, cases, answers, MOST_K))
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], si
         assert llm.engine.stats.preemptions > 0
 
 
-def test_steps_are_those_of_the_draft_beside_the_target(make: Make) -> None:
+def test_steps_are_those_of_the_draft_next_to_the_target(make: Make) -> None:
     """Each step emits the same tokens and accepts the same drafts as with the draft next to the target.
 
     Steps that do not read the requests (engine.steady) are included.

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import VOCAB, LyingOracle, Outcome, assert_all_blocks_free
-from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
+from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_with_bystanders, user_llm
 from trtspec import LLM
 from trtspec.core import Proposal
 from trtspec.errors import ConfigError, DeviceError, EngineError
@@ -44,7 +44,7 @@ def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 def outcomes_of(llm: LLM) -> list[Outcome]:
     """Outcomes of the victim and the bystanders, run together. It checks that all blocks are free in the end."""
-    (victim,), run = run_beside(llm)
+    (victim,), run = run_with_bystanders(llm)
     assert_all_blocks_free(llm)
     return [Outcome.of(victim), *run.outcomes]
 
@@ -162,7 +162,7 @@ def test_a_drafter_that_fails_one_of_several(
     spoil, words = SPOILT[how]
     drafter = BadDrafter(expected, spoil)
     llm = user_llm(target, drafter)
-    (victim,), run = run_beside(llm)
+    (victim,), run = run_with_bystanders(llm)
     assert [Outcome.of(victim), *run.outcomes] == expected
     assert_all_blocks_free(llm)
 
@@ -214,7 +214,7 @@ def test_a_drafter_that_fails_now_and_then(
 ) -> None:
     """There is one warning for each request that the drafter failed alone. The others still have drafts."""
     llm = user_llm(target, Sometimes(right_answers(expected), seed=seed))
-    (victim,), run = run_beside(llm)
+    (victim,), run = run_with_bystanders(llm)
     assert [Outcome.of(victim), *run.outcomes] == expected
     assert_all_blocks_free(llm)
     failed = {request.request_id for request in (victim, *run.requests) if request.drafter_error is not None}
@@ -235,7 +235,7 @@ def test_a_drafter_that_fails_several_at_once_and_none_alone(
 ) -> None:
     """All requests keep their drafts, because none of them fails alone. One warning says what that costs."""
     llm = user_llm(target, OneAtATime(right_answers(expected)))
-    (victim,), run = run_beside(llm)
+    (victim,), run = run_with_bystanders(llm)
     assert [Outcome.of(victim), *run.outcomes] == expected
     assert [request.drafter_error for request in (victim, *run.requests)] == [None] * len(expected)
     (warning,) = warned()
@@ -310,7 +310,7 @@ def test_who_waits_for_an_output_sees_that_drafts_were_lost(
         assert_all_blocks_free(llm)
 
 
-def test_no_batch_goes_on_unseen_beside_a_users_drafter(target: Path, expected: list[Outcome]) -> None:
+def test_no_batch_goes_on_unseen_next_to_a_users_drafter(target: Path, expected: list[Outcome]) -> None:
     """With a user's drafter, every step reads its requests: the fast path (engine.steady) calls no drafter."""
     llm = user_llm(target, LyingOracle(right_answers(expected), lie=0.0))
     (victim,) = llm.engine.add_request(VICTIM.prompt, VICTIM.params)

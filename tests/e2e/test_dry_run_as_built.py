@@ -39,7 +39,7 @@ WISHES = {
     "ngram": {"method": "ngram", "num_speculative_tokens": K},
     "draft": {"method": "draft_model", "model": "draft", "num_speculative_tokens": K},
     "eagle3": {"method": "eagle3", "model": "head", "num_speculative_tokens": K},
-    "eagle3_beside": {"method": "eagle3", "model": "head", "num_speculative_tokens": K, "one_engine": False},
+    "eagle3_two_engine": {"method": "eagle3", "model": "head", "num_speculative_tokens": K, "one_engine": False},
 }
 
 
@@ -60,12 +60,12 @@ def test_a_graph_for_each_draft_length_of_a_schedule(models: Path) -> None:
     assert made.profiles[0][0].shapes["draft_tokens"][1] == (8, 0)
 
 
-def test_draft_layers_beside_the_target(models: Path) -> None:
+def test_draft_layers_next_to_the_target(models: Path) -> None:
     """Graphs of draft layers next to the target take its hidden states, of three layers of width 32.
 
     There is one graph for each draft length of a schedule, and one for rows that only write draft KV.
     """
-    speculative = wanted(models, "eagle3_beside")
+    speculative = wanted(models, "eagle3_two_engine")
     assert speculative is not None
     scheduled = speculative.model_copy(update={"draft_len_schedule": {2: K, 8: 1}})
     for wishes, lengths in ((speculative, [0, K]), (scheduled, [0, 1, K])):
@@ -83,8 +83,10 @@ def test_draft_layers_beside_the_target(models: Path) -> None:
         assert list(head.weights) == ["draft"]
 
 
-def test_profiles_of_draft_layers_beside_the_target(models: Path) -> None:
-    plan = plan_build(models / "target", wanted(models, "eagle3_beside"), EngineConfig(backend="tensorrt", **LIMITS))
+def test_profiles_of_draft_layers_next_to_the_target(models: Path) -> None:
+    plan = plan_build(
+        models / "target", wanted(models, "eagle3_two_engine"), EngineConfig(backend="tensorrt", **LIMITS)
+    )
     head = plan.executables["draft"]
     assert sorted(head.profiles) == [0, K]
     mixed, _ = head.profiles[K]
@@ -124,7 +126,7 @@ ON_A_GPU = {
         "draft": [(0, "ragged"), (0, "uniform")],
     },
     "eagle3": {"target": [(K, "ragged"), (K, "uniform")]},
-    "eagle3_beside": {"target": [(K, "ragged")], "draft": [(0, "ragged"), (K, "ragged")]},
+    "eagle3_two_engine": {"target": [(K, "ragged")], "draft": [(0, "ragged"), (K, "ragged")]},
 }
 
 
@@ -172,7 +174,7 @@ def test_a_plan_complains_of_headers_as_a_build_would(
 @pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
 @pytest.mark.parametrize(
     ("mode", "kind"),
-    [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform"), ("eagle3_beside", "ragged")],
+    [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform"), ("eagle3_two_engine", "ragged")],
 )
 def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
     """The running graph returns the described outputs, and the exported graph calls the described ops."""
@@ -182,7 +184,7 @@ def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional:
         backend = replace(BACKENDS["eager"], functional=functional)
         context = plan_context(models / "target", wanted(models, mode), config, backend)
         steps = build_steps(context if reads_weights else context.described())
-        return steps["draft" if mode == "eagle3_beside" else "target"]
+        return steps["draft" if mode == "eagle3_two_engine" else "target"]
 
     bare = step_of(False)
     draft_len = 0 if mode == "none" else K

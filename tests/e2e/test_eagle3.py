@@ -252,10 +252,10 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
             engine.step()
         engine.settle()
         assert broken.drafts
-        broken.kv.draft_len, broken.drafts = 0, []
+        broken.kv.draft_kv_len, broken.drafts = 0, []
         for _ in range(4):
             engine.step()
-            assert broken.kv.draft_len == 0
+            assert broken.kv.draft_kv_len == 0
             assert not broken.drafts
             assert other.drafts
         assert engine.stats.stale_drafts == 4
@@ -263,7 +263,7 @@ def test_draft_kv_with_a_gap_is_not_used(make: Make, reference: Callable[[str], 
         engine.loop.scheduler._preempt(broken)
         engine.step()
         assert broken.drafts
-        assert broken.kv.draft_len == broken.kv.committed
+        assert broken.kv.draft_kv_len == broken.kv.committed
         while engine.has_work:
             engine.step()
         assert engine.stats.stale_drafts == 4

@@ -266,7 +266,7 @@ def test_limits_are_those_it_was_built_with(
         LLM(engine("ngram", "float32"), **options)
 
 
-def test_drafters_that_need_no_graph_run_beside_any_plain_engine(
+def test_drafters_that_need_no_graph_run_next_to_any_plain_engine(
     engine: Callable[[str, str], Path], plain: Callable[[str, str], list[Outcome]], models: Path
 ) -> None:
     run = packed(LLM(engine("none", "float32"), speculation("ngram", models), **TIGHT))

@@ -25,7 +25,7 @@ from tests.e2e.tiny import (
     run_alone,
     run_together,
 )
-from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_beside, user_llm
+from tests.e2e.victims import BYSTANDERS, LIMITS, POISON, VICTIM, K, alone, right_answers, run_with_bystanders, user_llm
 from trtspec import LLM, SamplingParams
 from trtspec.backends.eager import EagerExecutable
 from trtspec.core import StepInputs, StepOutputs
@@ -74,17 +74,17 @@ def launch_fails(request: pytest.FixtureRequest, llm: LLM) -> LLM:
 
 
 def test_a_request_that_breaks_the_launch_fails_alone(launch_fails: LLM, expected: list[Outcome]) -> None:
-    _, run = run_beside(launch_fails)
+    _, run = run_with_bystanders(launch_fails)
     assert run.outcomes == expected
 
 
 def test_a_request_that_breaks_the_launch_gets_the_exception(launch_fails: LLM) -> None:
-    (victim,), _ = run_beside(launch_fails)
+    (victim,), _ = run_with_bystanders(launch_fails)
     assert (victim.finish_reason, str(victim.error)) == ("error", "poisoned row")
 
 
 def test_a_request_that_breaks_the_launch_frees_its_blocks(launch_fails: LLM) -> None:
-    run_beside(launch_fails)
+    run_with_bystanders(launch_fails)
     assert_all_blocks_free(launch_fails)
 
 
@@ -96,7 +96,7 @@ def test_every_request_that_breaks_the_launch_fails_however_many(launch_fails: L
 
 def test_samples_of_a_prompt_that_breaks_the_launch_all_fail(launch_fails: LLM) -> None:
     victims = Case(VICTIM.prompt, dataclasses.replace(VICTIM.params, n=3))
-    samples, _ = run_beside(launch_fails, victims)
+    samples, _ = run_with_bystanders(launch_fails, victims)
     assert [sample.finish_reason for sample in samples] == ["error"] * 3
 
 
@@ -117,18 +117,18 @@ def nan_for_poison(llm: LLM) -> LLM:
 
 def test_nan_logits_of_one_request_do_not_reach_the_others(nan_for_poison: LLM, expected: list[Outcome]) -> None:
     """NaN logits of one request do not reach the others, although they reuse its blocks, which are full of NaN."""
-    _, run = run_beside(nan_for_poison)
+    _, run = run_with_bystanders(nan_for_poison)
     assert run.outcomes == expected
 
 
 def test_nan_logits_are_an_error_that_says_so(nan_for_poison: LLM) -> None:
-    (victim,), _ = run_beside(nan_for_poison)
+    (victim,), _ = run_with_bystanders(nan_for_poison)
     assert victim.finish_reason == "error"
     assert "NaN logits" in str(victim.error)
 
 
 def test_nan_logits_free_the_blocks(nan_for_poison: LLM) -> None:
-    run_beside(nan_for_poison)
+    run_with_bystanders(nan_for_poison)
     assert_all_blocks_free(nan_for_poison)
 
 
@@ -161,13 +161,13 @@ def break_text(at: int) -> Callable[[list[Request]], None]:
 @pytest.mark.parametrize("at", [1, 2, 7, 1000], ids="token {}".format)
 def test_host_code_that_raises_fails_its_request_alone(llm: LLM, expected: list[Outcome], at: int) -> None:
     """Host code that raises fails its request alone. With 1000, it raises only when the text is finished."""
-    (victim,), run = run_beside(llm, sabotage=break_text(at))
+    (victim,), run = run_with_bystanders(llm, sabotage=break_text(at))
     assert (victim.finish_reason, str(victim.error), run.outcomes) == ("error", "broken detokenizer", expected)
 
 
 @pytest.mark.parametrize("at", [1, 2, 7, 1000], ids="token {}".format)
 def test_host_code_that_raises_frees_the_blocks(llm: LLM, at: int) -> None:
-    run_beside(llm, sabotage=break_text(at))
+    run_with_bystanders(llm, sabotage=break_text(at))
     assert_all_blocks_free(llm)
 
 
@@ -176,7 +176,7 @@ def test_abort_of_a_request_whose_host_code_raises_frees_the_blocks(llm: LLM) ->
         break_text(1000)(samples)
         llm.engine.abort(samples[0].request_id)
 
-    run_beside(llm, steps=3, sabotage=sabotage)
+    run_with_bystanders(llm, steps=3, sabotage=sabotage)
     assert_all_blocks_free(llm)
 
 
@@ -209,7 +209,7 @@ def test_a_stop_string_across_tokens_ends_the_text_where_plain_decoding_does(
     victim = Case(VICTIM.prompt, dataclasses.replace(VICTIM.params, stop=stop))
     answers = right_answers([victim_alone, *expected])
     llm = user_llm(target, LyingOracle(answers, lie=0.0))
-    (request,), run = run_beside(llm, victim)
+    (request,), run = run_with_bystanders(llm, victim)
     assert Outcome.of(request) == Outcome(ids[: second + 1], text[: text.index(stop)], "stop", stop)
     assert run.outcomes == expected
     assert_all_blocks_free(llm)
@@ -221,7 +221,7 @@ def test_max_tokens_anywhere_in_a_step(
 ) -> None:
     victim = Case(VICTIM.prompt, dataclasses.replace(VICTIM.params, max_tokens=max_tokens))
     llm = user_llm(target, LyingOracle(answers, lie=0.0))
-    (request,), run = run_beside(llm, victim)
+    (request,), run = run_with_bystanders(llm, victim)
     assert (request.output_ids, request.finish_reason) == (victim_alone.token_ids[:max_tokens], "length")
     assert run.outcomes == expected
     assert_all_blocks_free(llm)
@@ -235,7 +235,7 @@ def test_max_seq_len_inside_a_draft(target: Path, answers: list[list[int]], vict
     assert output.outputs[0].token_ids == victim_alone.token_ids[: K + 3]
 
 
-def test_nan_behind_the_end_of_a_request_is_not_its_error(target: Path) -> None:
+def test_nan_after_the_end_of_a_request_is_not_its_error(target: Path) -> None:
     """NaN after the end of a request is not its error.
 
     A draft may run past the stop, where plain decoding would not have computed any rows.
@@ -258,7 +258,7 @@ def test_nan_behind_the_end_of_a_request_is_not_its_error(target: Path) -> None:
 def test_pressure_on_the_cache_changes_no_output(target: Path, draft: Path, expected: list[Outcome]) -> None:
     speculation = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": K}
     llm = LLM(target, speculation, **{**LIMITS, "num_kv_blocks": 30})
-    _, run = run_beside(llm)
+    _, run = run_with_bystanders(llm)
     assert llm.engine.loop.scheduler.num_preemptions > 0
     assert run.outcomes == expected
     assert_all_blocks_free(llm)
@@ -276,7 +276,7 @@ def test_abort_frees_the_blocks_at_once(llm: LLM, steps: int) -> None:
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5])
 def test_abort_does_not_touch_the_others(llm: LLM, expected: list[Outcome], steps: int) -> None:
-    _, run = run_beside(llm, steps=steps, sabotage=lambda samples: llm.engine.abort(samples[0].request_id))
+    _, run = run_with_bystanders(llm, steps=steps, sabotage=lambda samples: llm.engine.abort(samples[0].request_id))
     assert run.outcomes == expected
 
 
@@ -317,12 +317,12 @@ def test_abort_of_all_samples_frees_all_blocks(llm: LLM) -> None:
         for sample in samples:
             llm.engine.abort(sample.request_id)
 
-    run_beside(llm, case, 3, sabotage)
+    run_with_bystanders(llm, case, 3, sabotage)
     assert_all_blocks_free(llm)
 
 
 def test_abort_of_an_unknown_or_finished_request_is_ignored(llm: LLM) -> None:
-    (victim,), _ = run_beside(llm)
+    (victim,), _ = run_with_bystanders(llm)
     llm.engine.abort(victim.request_id)
     llm.engine.abort(12345)
     assert victim.finish_reason == "length"
@@ -333,7 +333,7 @@ def test_a_request_that_is_refused_changes_nothing_for_those_running(llm: LLM, e
         with pytest.raises(RequestError):
             llm.engine.add_request([VOCAB], VICTIM.params)
 
-    _, run = run_beside(llm, sabotage=refused)
+    _, run = run_with_bystanders(llm, sabotage=refused)
     assert run.outcomes == expected
 
 

@@ -182,10 +182,10 @@ def test_other_requests_say_what_they_would_alone(target: Path) -> None:
     guided = SamplingParams(temperature=0.0, structured_outputs=StructuredOutputs(regex="(ab){3}"))
     with LLM(target, **LIMITS) as llm:
         alone = told(llm.generate(["{}"], free, use_tqdm=False))
-        beside = llm.generate(["{}", "{}"], [free, guided], use_tqdm=False)
-    assert told(beside[:1]) == alone
-    assert beside[1].outputs[0].text == "ababab"
-    assert beside[1].outputs[0].token_ids[-1] == EOS
+        together = llm.generate(["{}", "{}"], [free, guided], use_tqdm=False)
+    assert told(together[:1]) == alone
+    assert together[1].outputs[0].text == "ababab"
+    assert together[1].outputs[0].token_ids[-1] == EOS
 
 
 def test_any_json_object(target: Path) -> None:

@@ -41,7 +41,7 @@ from trtspec.sampling_params import RequestSampling
 
 pytestmark = pytest.mark.long  # each engine has three graphs to compile
 
-MODE = "eagle3_beside"
+MODE = "eagle3_two_engine"
 WIDTH = 3 * 32  # three hidden states
 
 
@@ -68,7 +68,7 @@ def plain(models: Path) -> list[Outcome]:
     return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
 
 
-@pytest.mark.parametrize("mode", [MODE, "eagle_beside", "eagle"])
+@pytest.mark.parametrize("mode", [MODE, "eagle_two_engine", "eagle"])
 @pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_the_words_and_drafts_are_those_of_eager(
     built: Callable[[str, str], Path], models: Path, plain: list[Outcome], backend: str, mode: str

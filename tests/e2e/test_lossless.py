@@ -112,7 +112,7 @@ def test_requests_were_preempted(scenario: Scenario) -> None:
     assert scenario.llm.engine.loop.scheduler.num_preemptions > 0
 
 
-def test_chunks_of_prompts_ran_beside_drafts(scenario: Scenario) -> None:
+def test_chunks_of_prompts_ran_next_to_drafts(scenario: Scenario) -> None:
     assert scenario.run.num_mixed_steps > 0
 
 

@@ -248,7 +248,7 @@ def test_with_one_module_and_one_draft_all_modes_draft_the_same(make: Make) -> N
 
 
 @pytest.mark.parametrize("k", [2, 5])
-def test_one_module_inside_the_target_and_beside_it_draft_the_same(make: Make, k: int) -> None:
+def test_one_module_inside_the_target_and_next_to_it_draft_the_same(make: Make, k: int) -> None:
     given = []
     for one_engine in (True, False):
         with make(Way(1, k, one_engine), max_batch_size=4, **ROOMY) as llm:
@@ -257,7 +257,7 @@ def test_one_module_inside_the_target_and_beside_it_draft_the_same(make: Make, k
     assert given[1] == given[0]
 
 
-def test_the_module_beside_the_target_is_the_first_of_several(make: Make) -> None:
+def test_the_module_next_to_the_target_is_the_first_of_several(make: Make) -> None:
     """The module next to the target is the first of several, if the mode is MTP_EAGLE.
 
     Otherwise several modules make one draft each.

@@ -232,7 +232,7 @@ def test_rows_of_a_request_that_still_runs_are_found(mode: str, target: Path, dr
         assert llm.get_metrics().prefix_hit_tokens == 27 // SIZE * SIZE
 
 
-def test_an_aborted_request_leaves_its_rows_behind(target: Path) -> None:
+def test_an_aborted_request_leaves_its_rows_to_others(target: Path) -> None:
     with LLM(target, num_kv_blocks=64, block_size=SIZE) as llm:
         (request,) = llm.engine.add_request(PROMPT.prompt, PROMPT.params)
         llm.engine.step()

@@ -33,10 +33,10 @@ def speculation(models: tuple[Path, Path], **more: Any) -> dict[str, Any]:
 def test_enforce_eager_captures_no_graph_of_drafts(models: tuple[Path, Path], work: HostQueue, inside: bool) -> None:
     """enforce_eager captures no graph of drafts. A target with a draft model next to it keeps its own graphs."""
     captured, ids = {}, {}
-    beside = {"method": "draft_model", "model": str(models[0])}
+    two_engine = {"method": "draft_model", "model": str(models[0])}
     for eager in (False, True):
         before = work.num_captured
-        asked = speculation(models, enforce_eager=eager, **({} if inside else beside))
+        asked = speculation(models, enforce_eager=eager, **({} if inside else two_engine))
         with LLM(models[0], asked, backend="cuda", **LIMITS) as llm:
             ids[eager] = [list(one.outputs[0].token_ids) for one in llm.generate([[1, 2, 3], [4, 5]], PARAMS)]
         captured[eager] = work.num_captured - before

@@ -88,11 +88,11 @@ def state(request: Request) -> tuple[object, ...]:
     """All that a step may change in a request."""
     kv = request.kv
     stats = dict(request.stats.outcomes)
-    return request.tokens, request.drafts, kv.committed, kv.draft_len, kv.blocks, stats, Outcome.of(request)
+    return request.tokens, request.drafts, kv.committed, kv.draft_kv_len, kv.blocks, stats, Outcome.of(request)
 
 
 class Pair:
-    """Two engines with the same requests: `ahead` may leave requests alone, `beside` may not."""
+    """Two engines with the same requests: `ahead` may leave requests alone, `settled` may not."""
 
     def __init__(self, make: Callable[[], LLM]) -> None:
         self.llms = make(), make()
@@ -120,13 +120,13 @@ class Pair:
             recorder.fails = True
 
     def step(self) -> None:
-        ahead, beside = (llm.engine for llm in self.llms)
+        ahead, settled = (llm.engine for llm in self.llms)
         told = ahead.loop.steady
         emissions = seen(ahead.step())
         self.count["steps"] += 1
         self.count["steady"] += told is not None and ahead.loop.steady is told
-        assert emissions == seen(beside.step())
-        beside.settle()
+        assert emissions == seen(settled.step())
+        settled.settle()
         given, expected = (recorder.given for recorder in self.recorders)
         failed = [recorder.failed for recorder in self.recorders]
         assert failed[0] == failed[1]

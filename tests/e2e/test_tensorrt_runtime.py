@@ -68,7 +68,7 @@ def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
     return found
 
 
-@pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_beside", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_two_engine", marks=pytest.mark.long)])
 def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, tmp_path: Path, mode: str) -> None:
     """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
     folder = build(models, tmp_path / mode, "tensorrt", mode, "float32", schedule=True)
@@ -141,7 +141,7 @@ def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path,
 def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     options = TensorRTOptions(attention="native")
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    for wanted, mode in (("eagle3", "EAGLE3_ONE_MODEL"), ("eagle3_beside", "EAGLE3")):
+    for wanted, mode in (("eagle3", "EAGLE3_ONE_MODEL"), ("eagle3_two_engine", "EAGLE3")):
         speculation = read_speculative_config(wishes(wanted, models, False))
         with pytest.raises(UnsupportedError, match=f"{mode} with 3 drafts writes the draft layers' cache 3 times"):
             build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
@@ -273,7 +273,7 @@ def test_plans_may_be_built_for_later_versions(
 
 
 @pytest.mark.long
-def test_stripped_plans_get_their_weights_from_beside_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+def test_stripped_plans_get_their_weights_next_to_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     options = TensorRTOptions(strip_plan=True, weight_streaming=True)
     speculation = read_speculative_config(wishes("eagle3", models, True))
     config = replace(CONFIG, quantization="int4")

@@ -49,7 +49,7 @@ def user_llm(target: Path, drafter: object) -> LLM:
     return LLM(target, {"method": "custom_class", "drafter": drafter, "num_speculative_tokens": K}, **LIMITS)
 
 
-def run_beside(
+def run_with_bystanders(
     llm: LLM, victim: Case = VICTIM, steps: int = 0, sabotage: Callable[[list[Request]], None] | None = None
 ) -> tuple[list[Request], Run]:
     """Run the victim for `steps` steps, call `sabotage` on its samples, then run the bystanders until all is done."""

@@ -62,7 +62,7 @@ def check_attention_rows(
                 (alone,) = run(sequences, [Part(part.sequence, at, 1)], device)
                 (drafted,) = run(sequences, [Part(part.sequence, at + 1 - few, few)], device)
                 assert same(alone[0], wanted[index][row]), f"{model}: row {row} of part {index} alone"
-                assert same(drafted[-1], wanted[index][row]), f"{model}: row {row} of part {index} behind 3 others"
+                assert same(drafted[-1], wanted[index][row]), f"{model}: row {row} of part {index} after 3 others"
 
 
 def check_linear_rows(layer: Layer, x: Tensor, counts: Sequence[int]) -> None:

@@ -259,7 +259,7 @@ def test_method_from_a_heads_config_and_name(tmp_path: Path, target: Path, says:
         assert worker.capture_layers == (-1,)
 
 
-def test_what_stands_beside_a_wrapped_config_wins(tmp_path: Path, target: Path) -> None:
+def test_what_stands_next_to_a_wrapped_config_wins(tmp_path: Path, target: Path) -> None:
     folder = make_eagle(tmp_path, target, wrapped=True, rms_norm_eps=0.5)
     edit_config(folder, rms_norm_eps=0.25, truncated_vocab_size=VOCAB, architectures=["EAGLEModel"], rope_theta=None)
     config = ModelConfig.from_folder(folder, "draft")

@@ -107,7 +107,7 @@ def test_layers_of_queries_alone_read_the_target(decoder: Decoder, theirs: trans
     check_passes(session, theirs, lambda known: assistant_passes(session.worker.head, theirs, known, K))
 
 
-def test_what_reads_the_target_does_not_run_beside_it(decoder: Decoder) -> None:
+def test_what_reads_the_target_does_not_run_next_to_it(decoder: Decoder) -> None:
     worker = SpecWorker(Assistant(decoder, (0,)), K, (-1,))
     with pytest.raises(UnsupportedError, match=r"read the target's KV.*one_engine=True"):
         HeadStep(worker, decoder.spec.hidden_size, decoder.norm.weight)

@@ -82,8 +82,8 @@ def test_outputs_are_those_of_the_formula(kind: Fp8Kind, dtype: torch.dtype) -> 
     torch.testing.assert_close(linear(x).double(), exact, rtol=rounding, atol=1e-4)
 
 
-def read(config: dict[str, Any], beside: dict[str, Any] | None = None) -> CheckpointQuantization:
-    given = None if beside is None else Reader(beside, Path("hf_quant_config.json"), "target")
+def read(config: dict[str, Any], hf_quant_config: dict[str, Any] | None = None) -> CheckpointQuantization:
+    given = None if hf_quant_config is None else Reader(hf_quant_config, Path("hf_quant_config.json"), "target")
     found = CheckpointQuantization.read(Reader(config, Path("config.json"), "target"), given)
     assert found is not None
     return found
@@ -233,7 +233,7 @@ def test_what_the_config_may_not_say(kind: Fp8Kind, changes: dict[str, Any], mes
         read({"quantization_config": kind.config(**changes)})
 
 
-def test_the_file_beside_is_named() -> None:
+def test_the_file_next_to_it_is_named() -> None:
     with pytest.raises(
         UnsupportedError, match=r"^target model: hf_quant_config\.json: field 'quantization\.quant_algo"
     ):

@@ -31,9 +31,9 @@ class Layer(nn.Module):
         self.weight = nn.Parameter(torch.randn(SIZE))
         self.bias = nn.Parameter(torch.randn(SIZE))
 
-    def forward(self, x: Tensor, beside: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, other: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
         cache.copy_(x)
-        return x - beside, x * self.weight + beside * self.bias
+        return x - other, x * self.weight + other * self.bias
 
 
 class Normed(nn.Module):
@@ -42,9 +42,9 @@ class Normed(nn.Module):
     It calls the op through torch's dispatcher where it is compiled without the kernels' C functions.
     """
 
-    def forward(self, x: Tensor, beside: Tensor, cache: Tensor) -> Tensor:
+    def forward(self, x: Tensor, other: Tensor, cache: Tensor) -> Tensor:
         cache.copy_(x)
-        return rms_norm(x, beside, 1e-5)
+        return rms_norm(x, other, 1e-5)
 
 
 class Chosen(nn.Module):
@@ -90,13 +90,13 @@ def test_each_is_given_what_the_one_before_gives(library: Path) -> None:
     layers, caches = [Layer() for _ in range(4)], [torch.zeros(ROWS, SIZE) for _ in range(4)]
     row = open_row([use(library, *one) for one in zip(layers, caches, strict=True)])
     for _ in range(3):
-        first, beside = torch.randn(ROWS, SIZE), torch.randn(ROWS, SIZE)
-        given = row([first, beside])
+        first, other = torch.randn(ROWS, SIZE), torch.randn(ROWS, SIZE)
+        given = row([first, other])
         x, wanted = first, []
         for layer, cache in zip(layers, caches, strict=True):
             before = x
             with torch.no_grad():
-                difference, x = layer(before, beside, torch.empty(ROWS, SIZE))
+                difference, x = layer(before, other, torch.empty(ROWS, SIZE))
             wanted += [difference, x]
             torch.testing.assert_close(cache, before)
         torch.testing.assert_close(given, wanted)
@@ -105,18 +105,18 @@ def test_each_is_given_what_the_one_before_gives(library: Path) -> None:
 def test_rows_have_weights_of_their_own(library: Path) -> None:
     layers = [Layer(), Layer()]
     rows = [open_row([use(library, layer, torch.zeros(ROWS, SIZE))]) for layer in layers]
-    x, beside = torch.randn(ROWS, SIZE), torch.zeros(ROWS, SIZE)
+    x, other = torch.randn(ROWS, SIZE), torch.zeros(ROWS, SIZE)
     for layer, row in zip(layers, rows, strict=True):
-        torch.testing.assert_close(row([x, beside])[1], x * layer.weight.detach())
+        torch.testing.assert_close(row([x, other])[1], x * layer.weight.detach())
 
 
 def test_weights_and_caches_stay_where_they_are(library: Path) -> None:
     layer, cache = Layer(), torch.zeros(ROWS, SIZE)
     row = open_row([use(library, layer, cache)])
-    x, beside = torch.randn(ROWS, SIZE), torch.zeros(ROWS, SIZE)
+    x, other = torch.randn(ROWS, SIZE), torch.zeros(ROWS, SIZE)
     with torch.no_grad():
         layer.weight.fill_(2)
-    torch.testing.assert_close(row([x, beside])[1], 2 * x)
+    torch.testing.assert_close(row([x, other])[1], 2 * x)
     torch.testing.assert_close(cache, x)
 
 
@@ -176,9 +176,9 @@ def test_weights_go_with_the_last_that_runs_their_graph(
     layer, cache = Layer(), torch.zeros(ROWS, SIZE)
     tensors, seen = memory_of(layer)
     run = load(package, library, tensors, cache)
-    x, beside = torch.randn(ROWS, SIZE), torch.randn(ROWS, SIZE)
+    x, other = torch.randn(ROWS, SIZE), torch.randn(ROWS, SIZE)
     with torch.no_grad():
-        torch.testing.assert_close(run([x, beside]), [*layer(x, beside, torch.empty(ROWS, SIZE))])
+        torch.testing.assert_close(run([x, other]), [*layer(x, other, torch.empty(ROWS, SIZE))])
     assert all(memory() is not None for memory in seen)
     tensors.clear()
     del run

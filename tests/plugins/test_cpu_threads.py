@@ -124,7 +124,7 @@ def test_many_callers_at_once() -> None:
         assert all(pool.map(call, range(12)))
 
 
-def test_beside_busy_processes() -> None:
+def test_next_to_busy_processes() -> None:
     """Bits stay the same next to busy processes.
 
     Threads lose their processors within chunks here, and are not used for a while after that.

@@ -36,8 +36,8 @@ def test_a_poisoned_request_fails_alone(poisoned: Path, tmp_path: Path) -> None:
 
     with running(poisoned, tmp_path / "log", EAGLE3) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         whole = client.post("/v1/completions", json=ask([5, 6, 7], 200)).json()["choices"][0]["text"]
-        with client.stream("POST", "/v1/completions", json={**ask([5, 6, 7], 200), "stream": True}) as beside:
-            lines = beside.iter_lines()
+        with client.stream("POST", "/v1/completions", json={**ask([5, 6, 7], 200), "stream": True}) as other:
+            lines = other.iter_lines()
             texts = [json.loads(next(lines)[6:])["choices"][0]["text"]]
             failed = httpx.post(f"{server.url}/v1/completions", json=ask([5, POISON], 20), timeout=60)
             texts += [json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {")]

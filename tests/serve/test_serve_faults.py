@@ -60,7 +60,7 @@ async def stream(
     return text
 
 
-def test_streams_beside_deserters_and_slow_readers_are_whole(server: Server, offline: LLM) -> None:
+def test_streams_next_to_deserters_and_slow_readers_are_whole(server: Server, offline: LLM) -> None:
     rng = random.Random(1)
     wanted = expected(offline, SOURCES)
 

@@ -110,11 +110,11 @@ def test_a_special_token_is_a_stop_word(load: Callable[..., Any], special: tuple
     assert outputs(response)["text_output"].decode() == expected.outputs[0].text != whole.outputs[0].text
     if layout == "llmapi":
         assert outputs(response)["stop_reason"].decode() == PIECES[token]
-    beside = ask(model, **asked, **{STOP[layout]: ["a" + PIECES[token]]})
-    assert "holds a special token beside others; give that one alone" in error(beside)
+    mixed = ask(model, **asked, **{STOP[layout]: ["a" + PIECES[token]]})
+    assert "mixes a special token with others; give that one alone" in error(mixed)
 
 
-def test_a_special_token_stops_beside_an_end_id(load: Callable[..., Any]) -> None:
+def test_a_special_token_stops_next_to_an_end_id(load: Callable[..., Any]) -> None:
     engine = load("classic").models["tensorrt_llm"]
     inputs = {"input_ids": [1], "input_lengths": [1], "request_output_len": [9], "stop_words_list": [EOS, 1]}
     assert engine.job({**inputs, "end_id": [7]}).params.stop_token_ids == (EOS, 7)

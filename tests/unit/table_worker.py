@@ -96,7 +96,7 @@ def request(number: int, tokens: list[int], prompt_len: int, committed: int, dra
         stop_token_ids=frozenset(),
         include_stop=False,
         text=None,
-        kv=SequenceKV(blocks=[1, 2, 3, 4], committed=committed, draft_len=committed),
+        kv=SequenceKV(blocks=[1, 2, 3, 4], committed=committed, draft_kv_len=committed),
         drafts=drafts,
     )
 

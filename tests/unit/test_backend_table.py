@@ -87,7 +87,7 @@ def test_options_of_tensorrt_are_for_it_alone(row: Backend, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("method", ["eagle", "mtp"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_quantised_draft_layers_beside_the_target_leave_its_weights(row: Backend, method: str, tmp_path: Path) -> None:
+def test_quantised_draft_layers_next_to_the_target_leave_its_weights(row: Backend, method: str, tmp_path: Path) -> None:
     """Quantised draft layers, which share the target's lm_head, leave every weight of the target as it was.
 
     The target's output does not depend on how its draft is quantised.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.real.beside import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
+from benchmarks.real.contest import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
 
 
 def entry(peer: str, method: str, values: str = "") -> Entry:
@@ -35,7 +35,7 @@ def test_the_fastest_setting_of_each_method_is_that_of_the_batch() -> None:
     assert fastest(sweep, 8) == [SLOW]
 
 
-def test_figures_are_medians_of_rounds_beside_our_best() -> None:
+def test_figures_are_medians_of_rounds_next_to_our_best() -> None:
     eagle3 = entry("trtspec", "EAGLE3", "K=3")
     turns = {
         OURS: [turn(10, 1.0, [[1, 2]]), turn(10, 1.0, [[1, 2]]), turn(10, 5.0, [[1, 2]])],

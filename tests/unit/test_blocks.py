@@ -54,7 +54,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(kv=sequences, share=st.floats(0, 1), draft_share=st.floats(0, 1))
     def commit(self, kv: SequenceKV, share: float, draft_share: float) -> None:
         kv.committed = max(kv.committed, int(share * len(kv.blocks) * BLOCK_SIZE))
-        kv.draft_len = int(draft_share * kv.committed)
+        kv.draft_kv_len = int(draft_share * kv.committed)
         kv.published = kv.committed // BLOCK_SIZE
 
     @rule(target=sequences, parent=sequences, num_tokens=st.integers(0, NUM_BLOCKS * BLOCK_SIZE))
@@ -64,7 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         full_blocks = min(num_tokens, parent.committed) // BLOCK_SIZE
         assert child.blocks == parent.blocks[:full_blocks]
         assert child.committed == full_blocks * BLOCK_SIZE
-        assert child.draft_len == min(child.committed, parent.draft_len)
+        assert child.draft_kv_len == min(child.committed, parent.draft_kv_len)
         assert child.published == min(full_blocks, parent.published)
         assert self.allocator.num_free == free
         self.live.append(child)
@@ -239,7 +239,7 @@ def verdicts(draw: st.DrawFn) -> tuple[SequenceKV, int, int, int]:
     num_tokens = draw(st.integers(0 if known > 1 else 1, drafts + 1))
     # The draft's KV may be ahead of the target's by up to its own drafts, or the drafter may not have run at all.
     draft_len = draw(st.integers(0, committed + known + max(drafts - 1, 0)))
-    return SequenceKV(committed=committed, draft_len=draft_len), known, drafts, num_tokens
+    return SequenceKV(committed=committed, draft_kv_len=draft_len), known, drafts, num_tokens
 
 
 @given(verdicts())
@@ -253,9 +253,9 @@ def test_commit_keeps_known_rows_and_accepted_drafts(verdict: tuple[SequenceKV, 
 @given(verdicts())
 def test_commit_truncates_draft_kv_to_what_the_target_kept(verdict: tuple[SequenceKV, int, int, int]) -> None:
     kv, known, drafts, num_tokens = verdict
-    before = kv.draft_len
+    before = kv.draft_kv_len
     rewind.commit(kv, known + drafts, num_tokens, drafts)
-    assert kv.draft_len == min(before, kv.committed)
+    assert kv.draft_kv_len == min(before, kv.committed)
 
 
 @given(verdicts())

@@ -82,7 +82,7 @@ def test_every_token_is_read_in_at_its_own_place(seed: int) -> None:
 
 
 @on_random_batches
-def test_the_chain_goes_on_behind_the_token_just_drawn(seed: int) -> None:
+def test_the_chain_goes_on_after_the_token_just_drawn(seed: int) -> None:
     rng = random.Random(seed)
     batch = random_batch(rng)
     k = rng.randint(1, K)

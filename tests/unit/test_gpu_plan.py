@@ -45,22 +45,24 @@ def parts(model: BuildContext, free: int = MUCH) -> int:
     return sum(size for name, size in gpu_memory(model, free).items() if name != "margin")
 
 
-@pytest.mark.parametrize("mode", ["none", "eagle3", "eagle_beside", "draft_model"])
+@pytest.mark.parametrize("mode", ["none", "eagle3", "eagle_two_engine", "draft_model"])
 def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path, mode: str) -> None:
     heads = {
         "eagle3": lambda: make_eagle3(tmp_path, target, (0, 1), tuple(range(11))),
-        "eagle_beside": lambda: make_eagle(tmp_path, target),
+        "eagle_two_engine": lambda: make_eagle(tmp_path, target),
         "draft_model": lambda: target,
     }
     speculation = None
     if mode != "none":
-        method = mode.removesuffix("_beside")
+        method = mode.removesuffix("_two_engine")
         speculation = {"method": method, "model": str(heads[mode]()), "num_speculative_tokens": 2}
-        speculation |= {"one_engine": False} if mode.endswith("beside") else {}
+        speculation |= {"one_engine": False} if mode.endswith("two_engine") else {}
     model = planned(target, speculation)
     made = [*build_steps(model).values()]
     loaded = weight_bytes(*made)
-    assert (loaded < sum(map(weight_bytes, made))) == (mode == "eagle_beside")  # by the target's embedding and lm_head
+    assert (loaded < sum(map(weight_bytes, made))) == (
+        mode == "eagle_two_engine"
+    )  # by the target's embedding and lm_head
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 

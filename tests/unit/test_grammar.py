@@ -66,7 +66,7 @@ def test_a_text_is_allowed_token_by_token_and_as_drafts(name: str) -> None:
     assert allowed(made, [], size) == [{end}]
 
 
-def test_rows_behind_a_wrong_draft_or_an_end_are_left_alone() -> None:
+def test_rows_after_a_wrong_draft_or_an_end_are_left_alone() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     size, end = tokenizer.vocab_size + SPARE, min(special(tokenizer))
     made = guide(tokenizer, StructuredOutputs(choice=["ab", "a"]), {end})

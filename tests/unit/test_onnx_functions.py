@@ -104,7 +104,7 @@ def test_attention(case: tuple[list[Tensor], dict[str, Any]]) -> None:
     expect_attention(*case)
 
 
-def test_attention_of_a_prompt_beside_generating_requests() -> None:
+def test_attention_of_a_prompt_next_to_generating_requests() -> None:
     expect_attention(generation([300, 4, 4, 4, 64, 64], [400, 9, 500, 129, 64, 200]), ATTRIBUTES)
 
 

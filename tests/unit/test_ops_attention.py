@@ -148,7 +148,7 @@ def test_functional_form_is_the_mutating_one_without_side_effects(tree: bool) ->
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("sequence", [0, 2], ids=["before", "behind"])
+@pytest.mark.parametrize("sequence", [0, 2], ids=["before", "after"])
 def test_another_request_full_of_poison_reaches_nobody(poison: float, sequence: int) -> None:
     sequences = Model().random_sequences(3, 300)
     parts = [Part(0, 270, 3), Part(1, 20, 5), Part(2, 100, 30)]

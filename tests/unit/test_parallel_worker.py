@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.unit.table_worker import VOCAB, built_inputs, expected_verdict, half_right, on_random_batches, random_batch
 from trtspec.core import AttnMetadata, SamplingTensors, StepOutputs
 from trtspec.engine.scheduler import Scheduled
-from trtspec.methods.dflash.worker import blocks_behind
+from trtspec.methods.dflash.worker import block_rows
 from trtspec.methods.head import DraftHead
 from trtspec.methods.parallel.worker import MaskWorker, ParallelWorker, PardWorker, PEagleWorker
 from trtspec.models.attention import Attend, PagedAttend
@@ -114,7 +114,7 @@ def test_tokens_that_are_kept_and_then_masks(kind: type[ParallelWorker], seed: i
 
 @pytest.mark.parametrize("kind", [PardWorker, PEagleWorker])
 @on_random_batches
-def test_drafts_are_drawn_behind_the_last_token(kind: type[ParallelWorker], seed: int) -> None:
+def test_drafts_are_drawn_after_the_last_token(kind: type[ParallelWorker], seed: int) -> None:
     """Drafts are drawn at the last token's row and those of the masks after it.
 
     Each draw has the position of the token that it guesses.
@@ -153,7 +153,7 @@ def test_rows_of_a_dflash_block_see_those_that_have_a_place(width: int) -> None:
     tables = torch.arange(1, 3 * columns + 1, dtype=torch.int32).view(3, columns)
     tables[2, -1] = 0
     attn = AttnMetadata(torch.tensor([0, 1, 2, 3]), kept, tables, torch.empty(0, dtype=torch.int32))
-    block = blocks_behind(attn, kept, width, tables, 4)
+    block = block_rows(attn, kept, width, tables, 4)
     assert block.kv_lens.tolist() == [6 + width, 3 + width, 10 + width]
     assert block.tree_mask.shape == (3 * width, -(-width // 32))
     covered = [width, width, 4 * (columns - 1) - 10]

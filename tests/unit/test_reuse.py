@@ -24,7 +24,7 @@ def computed(sharing: PrefixReuse, tokens: Sequence[int], draft_len: int | None 
     kv = SequenceKV()
     assert sharing.allocator.reserve(kv, len(tokens))
     kv.committed = len(tokens)
-    kv.draft_len = len(tokens) if draft_len is None else draft_len
+    kv.draft_kv_len = len(tokens) if draft_len is None else draft_len
     sharing.publish(kv, tokens)
     return kv
 
@@ -58,7 +58,7 @@ def test_provisional_rows_are_not_published(committed: int) -> None:
     sharing = PrefixReuse(BlockAllocator(40, SIZE), keeps_draft_kv=True, shifted=True, provisional=2)
     kv = SequenceKV()
     assert sharing.allocator.reserve(kv, len(TOKENS))
-    kv.committed = kv.draft_len = committed
+    kv.committed = kv.draft_kv_len = committed
     sharing.publish(kv, TOKENS)
     assert found(sharing, TOKENS).blocks == kv.blocks[: max(committed - 2, 0) // SIZE]
 
@@ -72,7 +72,7 @@ def test_only_blocks_of_the_same_tokens_are_found(same: int, shifted: bool) -> N
     assert len(found(sharing, tokens).blocks) == max(same // SIZE - shifted, 0)
 
 
-def test_equal_blocks_behind_different_ones_are_not_found() -> None:
+def test_equal_blocks_after_different_ones_are_not_found() -> None:
     sharing = make_reuse()
     computed(sharing, [1] * SIZE + [2] * SIZE + [3])
     assert found(sharing, [4] * SIZE + [2] * SIZE + [3]).blocks == []
@@ -83,7 +83,7 @@ def test_rows_found_count_as_computed(keeps_draft_kv: bool) -> None:
     sharing = make_reuse(keeps_draft_kv=keeps_draft_kv)
     computed(sharing, TOKENS)
     kv = found(sharing, TOKENS[: 3 * SIZE])
-    assert (kv.committed, kv.draft_len) == (2 * SIZE, 2 * SIZE if keeps_draft_kv else 0)
+    assert (kv.committed, kv.draft_kv_len) == (2 * SIZE, 2 * SIZE if keeps_draft_kv else 0)
 
 
 def test_a_sequence_that_was_released_finds_its_own_blocks_again() -> None:
@@ -112,7 +112,7 @@ def test_only_committed_rows_are_published(committed: int) -> None:
     sharing = make_reuse()
     kv = SequenceKV()
     sharing.allocator.reserve(kv, len(TOKENS))
-    kv.committed = kv.draft_len = committed
+    kv.committed = kv.draft_kv_len = committed
     sharing.publish(kv, TOKENS)
     assert found(sharing, TOKENS).committed == committed // SIZE * SIZE
 
@@ -133,13 +133,13 @@ def test_without_draft_kv_its_length_does_not_matter() -> None:
 def test_draft_kv_ahead_of_the_target_does_not_publish() -> None:
     """Draft KV ahead of the target holds drafts of the next step, which are not verified yet."""
     sharing = make_reuse(keeps_draft_kv=True)
-    kv = SequenceKV(committed=SIZE, draft_len=3 * SIZE)
+    kv = SequenceKV(committed=SIZE, draft_kv_len=3 * SIZE)
     sharing.allocator.reserve(kv, 3 * SIZE)
     sharing.publish(kv, TOKENS[: 3 * SIZE])
     assert found(sharing, TOKENS).committed == SIZE
 
 
-def test_rows_behind_a_stop_are_not_published() -> None:
+def test_rows_after_a_stop_are_not_published() -> None:
     """Accepted drafts after a stop are committed, but they are not the request's tokens."""
     sharing = make_reuse()
     kv = SequenceKV()
@@ -190,7 +190,7 @@ def test_shifted_rows_are_taken_from_who_went_on_in_the_same_way() -> None:
     computed(sharing, one)
     kv = found(sharing, two)
     sharing.allocator.reserve(kv, len(two))
-    kv.committed = kv.draft_len = len(two)
+    kv.committed = kv.draft_kv_len = len(two)
     sharing.publish(kv, two)
     assert len(set(kv.blocks)) == 5
     assert found(sharing, two).blocks == kv.blocks[:3]

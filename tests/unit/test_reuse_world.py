@@ -156,8 +156,8 @@ class World:
         length = len(request.tokens)
         request.drafts = [self.rng.randrange(3, 6) for _ in range(self.rng.randint(0, self._room(request, length)))]
         if self.mode == DRAFT_MODEL and request.drafts:
-            start, request.kv.draft_len = request.kv.draft_len, length + len(request.drafts) - 1
-            self._write_draft(request.kv, request.tokens + request.drafts, start, request.kv.draft_len)
+            start, request.kv.draft_kv_len = request.kv.draft_kv_len, length + len(request.drafts) - 1
+            self._write_draft(request.kv, request.tokens + request.drafts, start, request.kv.draft_kv_len)
 
     def _room(self, request: Request, length: int) -> int:
         """Number of drafts that fit after `length` tokens, as in Proposer."""
@@ -203,7 +203,7 @@ class World:
             kv, hashes = request.kv, prefixes(request.tokens)
             self._assert_reads(self.target, kv, hashes, kv.committed)
             if self.mode != NONE:
-                self._assert_reads(self.draft, kv, hashes[self.mode == SHIFTED :], min(kv.draft_len, kv.committed))
+                self._assert_reads(self.draft, kv, hashes[self.mode == SHIFTED :], min(kv.draft_kv_len, kv.committed))
 
 
 WORLDS = {"block_size": (1, 2, 3, 4), "num_blocks": (6, 12, 25, 60), "batch": (1, 3, 6), "K": (0, 1, 3)}

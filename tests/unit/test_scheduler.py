@@ -171,14 +171,14 @@ def test_short_of_blocks_a_request_first_loses_its_drafts() -> None:
     assert (batch[0].request, batch[0].draft_len) == (old, 0)
 
 
-def test_nobody_waits_for_the_blocks_of_samples_that_wait_behind() -> None:
+def test_nobody_waits_for_the_blocks_of_samples_that_came_later() -> None:
     """Samples of two prompts hold shared blocks in the queue while no request runs. The first in line may take them."""
     scheduler = Scheduler(BlockAllocator(6, 4), 4, 64, num_draft_tokens=3)  # 20 tokens
-    behind, ahead = make_request(1, 13, 4), make_request(2, 13, 7)
-    for request in (behind, ahead):
+    later, ahead = make_request(1, 13, 4), make_request(2, 13, 7)
+    for request in (later, ahead):
         scheduler.add(request, [])
-    scheduler.allocator.reserve(behind.kv, 12)
-    behind.kv.committed = 12
+    scheduler.allocator.reserve(later.kv, 12)
+    later.kv.committed = 12
     scheduler.waiting.rotate(1)
     assert [row.request for row in scheduler.schedule()] == [ahead]
 

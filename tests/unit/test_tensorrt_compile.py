@@ -84,7 +84,7 @@ def compiled(
         ("draft", "draft", "plugin"),
         ("draft", "draft", "native"),
         ("eagle3", "target", "plugin"),
-        ("eagle3_beside", "draft", "plugin"),
+        ("eagle3_two_engine", "draft", "plugin"),
     ],
 )
 def test_what_is_asked_for_is_what_is_written_down(

@@ -107,7 +107,7 @@ def test_what_is_kept_is_what_the_engine_commits(seed: int) -> None:
         count = int(outputs.verdict.num_tokens[b])
         drafts = outputs.proposal.draft_tokens[b].tolist()
         commit(row.request.kv, row.num_rows, count, row.draft_len, draft_layers=True)
-        assert outputs.next_kv_lens[b] == row.request.kv.committed == row.request.kv.draft_len
+        assert outputs.next_kv_lens[b] == row.request.kv.committed == row.request.kv.draft_kv_len
         if count:
             row.request.tokens += outputs.verdict.tokens[b, :count].tolist()
             row.request.drafts = drafts

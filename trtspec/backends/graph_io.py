@@ -98,7 +98,7 @@ class GraphOutput:
     dims: tuple[str, ...]
     dtype: torch.dtype | None
     giver: Giver
-    beside: int | None = None  # in tensors made for the next step, number of columns that are not drafts
+    extra_columns: int | None = None  # in tensors made for the next step, number of columns that are not drafts
 
 
 def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
@@ -150,9 +150,9 @@ OUTPUTS = {
         GraphOutput("tokens", "tokens", ("R",), _i64, "draws"),
         GraphOutput("new_tokens", "verdict.tokens", ("B", "K + 1"), _i64, "verifies"),
         GraphOutput("num_tokens", "verdict.num_tokens", ("B",), _i64, "verifies"),
-        GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", beside=0),
+        GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", extra_columns=0),
         GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
-        GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", beside=1),
+        GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", extra_columns=1),
         GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "verifies"),
         GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
         GraphOutput("logits", "logits", ("R",), _f32, "constraints"),
@@ -260,8 +260,8 @@ def step_outputs(named: Mapping[str, Tensor], next_draft_len: int) -> StepOutput
     for name, tensor in named.items():
         row = OUTPUTS[name]
         part, _, field = row.path.rpartition(".")
-        if row.beside is not None and tensor.shape[1] != next_draft_len + row.beside:
-            tensor = tensor[:, : next_draft_len + row.beside]
+        if row.extra_columns is not None and tensor.shape[1] != next_draft_len + row.extra_columns:
+            tensor = tensor[:, : next_draft_len + row.extra_columns]
         if name == "next_draft_lens" and named["next_draft_tokens"].shape[1] > next_draft_len:
             tensor = tensor.clamp(max=next_draft_len)
         parts[part][field] = tensor

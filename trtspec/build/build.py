@@ -153,8 +153,8 @@ def wanted_graphs(context: BuildContext, role: Role, step: Step) -> list[tuple[i
     """(K, whether the graph is uniform) of each graph that the backend is to compile of a model's step."""
     backend, draft_lens = context.backend, {*graph_draft_lens(step, context.spec_plan)}
     if backend.torch_gpu:  # generations have graphs of their own, whether drafts are made inside or not
-        beside = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
-        return launch_graphs(step, sorted(draft_lens | beside))
+        context_lens = {context.max_draft_len} if role == "target" and draft_lens == {0} else set()
+        return launch_graphs(step, sorted(draft_lens | context_lens))
     # a decoder that is cut has the same layer graphs either way, and the rest of a uniform graph saves little
     ragged_alone = not step.verifies_drafts or backend.profiles or (backend.cuts and blocks_of(step))
     kinds = (False,) if ragged_alone else (False, True)

@@ -41,7 +41,7 @@ def plan_gpu_blocks(context: BuildContext, free: int) -> int:
     if wanted is not None and wanted > fitting:
         raise CapacityError(
             f"{wanted} KV blocks of {context.config.block_size} tokens take {_gb(wanted * per_block)} of the GPU's "
-            f"memory, and {_gb(left)} are left beside the model; num_kv_blocks = {fitting} fit, which hold "
+            f"memory, and {_gb(left)} are left next to the model's; num_kv_blocks = {fitting} fit, which hold "
             f"{(fitting - 1) * context.config.block_size} tokens"
         )
     return wanted or min(full_kv_blocks(context), fitting)

@@ -38,5 +38,7 @@ def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
 
 def table_bytes(step: Step) -> int:
     """Bytes of the buffers that belong to no weight. Each buffer counts once."""
-    weights = {id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.beside}
+    weights = {
+        id(tensor) for part in step.modules() if isinstance(part, Linear) for tensor in part.quantization_tensors
+    }
     return sum(tensor.nbytes for tensor in step.buffers() if id(tensor) not in weights)

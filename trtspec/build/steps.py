@@ -83,18 +83,20 @@ def _decoder(context: BuildContext) -> Decoder:
     return make(context.model, context.dtype, context.role, context.max_seq_len)
 
 
-def _packed(context: BuildContext, step: Step, draft: nn.Module | None = None, beside: nn.Module | None = None) -> Step:
+def _packed(
+    context: BuildContext, step: Step, draft: nn.Module | None = None, excluded: nn.Module | None = None
+) -> Step:
     """Return the step with its weights in the layouts of the kernels.
 
-    draft: a module whose weights are quantised as the speculation asks. The weights of the module that is the last
-    argument stay untouched.
+    draft: a module whose weights are quantised as the speculation asks. excluded: a module whose weights stay
+    untouched.
     """
     target_kind, draft_kind = context.quantizations
     backend = context.backend
     if context.packs or context.quantizations != (None, None):
         try:
             head = context.config.lm_head_quantization
-            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, beside, head)
+            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, excluded, head)
         except ValueError as error:
             kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}, lm_head_quantization = {head!r}"
             raise UnsupportedError(f"{kinds}: {error}") from error

@@ -72,7 +72,7 @@ def run(namespace: argparse.Namespace) -> int:
         if llm.tokenizer is None or not llm.tokenizer.chat_templates:
             raise RequestError(f"{namespace.model} has no chat template; use trtspec generate, or give --tokenizer")
         if interactive:
-            console.print("/help tells what there is besides asking", style="dim", highlight=False)
+            console.print("/help lists the commands", style="dim", highlight=False)
         chat = Conversation(namespace.system)
         while (question := _next(chat, console, interactive)) is not None:
             try:

@@ -24,7 +24,7 @@ COMMANDS = (
     _Command("generate", "generate", "generate text from prompts", True),
     _Command("chat", "chat", "a conversation in the terminal", True),
     _Command("serve", "serve", "an OpenAI-compatible server", True),
-    _Command("bench decode", "bench", "tokens per second, beside plain decoding and the machine's limit", True),
+    _Command("bench decode", "bench", "tokens per second, next to plain decoding and the machine's limit", True),
     _Command(
         "bench acceptance", "bench", "acceptance length and acceptance per position for K = 1, 2, ...", True,
         "add_acceptance_arguments", "run_acceptance",

@@ -25,7 +25,7 @@ def add_tensorrt(parser: argparse.ArgumentParser) -> None:
     for name, does in (
         ("weight_streaming", "weights that do not fit into the GPU's memory stay in the host's"),
         ("refit", "weights can be replaced in the built engine"),
-        ("strip_plan", "weights are not in engine files, but once beside those of all draft lengths"),
+        ("strip_plan", "weights are not in engine files, but once, next to the engines of all draft lengths"),
         ("version_compatible", "later versions of TensorRT 11 run it"),
     ):
         group.add_argument(f"--{name}", action="store_true", default=None, help=does)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
         type=Path,
         metavar="DIR",
         help="folder for checkpoints, metrics.jsonl, metrics.png and evaluation.json; the same command goes on from "
-        "what is there (default: OUT.run, beside OUT)",
+        "what is there (default: OUT.run, next to OUT)",
     )
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--minutes", type=float, help="train for so long")

@@ -89,7 +89,7 @@ class OverlapLoop(IsolatedLoop):
         request = row.request
         if made == 0 or request.max_draft_len == 0 or not row.emits or row.end >= self.proposer.longest(self.scheduler):
             return 0
-        if request.kv.draft_len < request.kv.committed:
+        if request.kv.draft_kv_len < request.kv.committed:
             self.proposer.num_stale += 1
             return 0
         return min(made, request.max_draft_len)

@@ -68,7 +68,7 @@ class Proposer:
             self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
             return
         for request, length in zip(requests, lengths, strict=True):
-            if length > 0 and request.kv.draft_len < request.kv.committed:
+            if length > 0 and request.kv.draft_kv_len < request.kv.committed:
                 self.num_stale += 1
                 request.drafts = []
             elif length < len(request.drafts):
@@ -148,7 +148,7 @@ class Proposer:
             return
         for (request, _), (drafts, kv_len) in zip(asked, answers, strict=True):
             request.drafts = drafts
-            request.kv.draft_len = kv_len
+            request.kv.draft_kv_len = kv_len
             if self.states is not None:
                 self.states.drop(request, kv_len)
 
@@ -180,7 +180,7 @@ class Proposer:
         """
         if self.states is None:
             return None
-        return self.states.rows(request, request.kv.draft_len, min(request.kv.committed, len(request.tokens) - 1))
+        return self.states.rows(request, request.kv.draft_kv_len, min(request.kv.committed, len(request.tokens) - 1))
 
     def _can_be_read(self, request: Request) -> bool:
         """Whether the drafter may read the request.
@@ -233,7 +233,7 @@ def _question(request: Request, length: int, states: Tensor | None) -> DraftRequ
         max_draft_len=length,
         sampling=request.sampling,
         block_table=_Shown(request.kv.blocks),
-        draft_kv_len=request.kv.draft_len,
+        draft_kv_len=request.kv.draft_kv_len,
         hidden_states=states,
         prompt_len=request.prompt_len,
     )

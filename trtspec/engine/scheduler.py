@@ -163,7 +163,7 @@ class Scheduler:
             if sibling.reuses_prefix:
                 shared = max(leader.prompt_len - 1 - self.provisional, 0)  # one row is always computed
                 if self.forks_draft_kv:
-                    shared = min(shared, leader.kv.draft_len)
+                    shared = min(shared, leader.kv.draft_kv_len)
                 sibling.kv = self.allocator.fork(leader.kv, shared)
             self.waiting.appendleft(sibling)
 

@@ -83,8 +83,8 @@ class StepLoop:
         made = _drafts_of(batch, outputs)
         logits = _logits_of(batch, outputs)
         return [
-            self.update(row, drawn[:count], drafts, behind)
-            for row, drawn, count, drafts, behind in zip(batch, tokens, counts, made, logits, strict=True)
+            self.update(row, drawn[:count], drafts, row_logits)
+            for row, drawn, count, drafts, row_logits in zip(batch, tokens, counts, made, logits, strict=True)
             if row.request.finish_reason is None
         ]
 

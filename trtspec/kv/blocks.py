@@ -14,7 +14,7 @@ class SequenceKV:
     # The list only ever grows; releasing blocks starts a new one. So a list object and its length tell the contents.
     blocks: list[int] = field(default_factory=list)
     committed: int = 0  # leading tokens whose target KV is valid
-    draft_len: int = 0  # leading tokens whose draft KV is valid
+    draft_kv_len: int = 0  # leading tokens whose draft KV is valid
     published: int = 0  # leading blocks that were published for reuse, or taken over
     keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # keys of its tokens, see kv.reuse
 
@@ -74,7 +74,7 @@ class BlockAllocator:
         return SequenceKV(
             blocks=list(blocks),
             committed=rows,
-            draft_len=min(rows, parent.draft_len),
+            draft_kv_len=min(rows, parent.draft_kv_len),
             published=min(shared, parent.published),
             keys=parent.keys[:shared],
         )
@@ -109,7 +109,7 @@ class BlockAllocator:
                 else:
                     self._free.append(block)
         kv.blocks = []
-        kv.committed = kv.draft_len = kv.published = 0
+        kv.committed = kv.draft_kv_len = kv.published = 0
 
     def pin(self, kv: SequenceKV) -> None:
         """Record that a step in flight includes the sequence with its present blocks. No effect without `debug`."""

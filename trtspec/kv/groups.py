@@ -41,7 +41,7 @@ def with_group_tables(
     if len(tables) != count or any(len(table) != attn.batch_size for table in tables):
         raise ValueError(
             f"block tables of {[len(table) for table in tables]} requests; want one for each of {attn.batch_size} "
-            f"requests in each of {count} groups behind the first"
+            f"requests in each of {count} groups after the first"
         )
     rows = AttnMetadata.pad_tables([blocks for table in tables for blocks in table]) if tables else None
     return replace(attn, group_tables=None if rows is None else rows.view(count, attn.batch_size, rows.shape[1]))

@@ -47,7 +47,7 @@ class PrefixReuse:
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)
-        valid = min(kv.committed, kv.draft_len) - self.provisional if self.keeps_draft_kv else kv.committed
+        valid = min(kv.committed, kv.draft_kv_len) - self.provisional if self.keeps_draft_kv else kv.committed
         end = min(valid // block_size, len(kv.keys) - self.shifted)
         for i in range(kv.published, end):
             self.allocator.publish(kv.blocks[i], kv.keys[i + self.shifted])
@@ -64,4 +64,4 @@ class PrefixReuse:
         kv.blocks = self.allocator.take_published(kv.keys[self.shifted : (len(tokens) - 1) // block_size])
         kv.published = len(kv.blocks)
         kv.committed = kv.published * block_size
-        kv.draft_len = kv.committed if self.keeps_draft_kv else 0
+        kv.draft_kv_len = kv.committed if self.keeps_draft_kv else 0

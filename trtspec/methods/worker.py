@@ -151,7 +151,7 @@ class SpecWorker(nn.Module):
             return self.no_drafts(spec)
         taken = (counts - 1).clamp(min=0)
         last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] last row of `hidden` that is kept
-        sampling = self.sampling_behind(counts, spec)
+        sampling = self.draft_sampling(counts, spec)
         kept = replace(attn, kv_lens=kv_lens)
         drafts = self.draft_from(hidden[last], kept, sampling, spec.next_draft_len, attend)
         return drafts, self.draft_lens(drafts, hidden, spec)
@@ -168,7 +168,7 @@ class SpecWorker(nn.Module):
         """
         return torch.full_like(spec.draft_lens, spec.next_draft_len)
 
-    def sampling_behind(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
+    def draft_sampling(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
         """Return how to sample the first draft of each request, after its `counts` [B] new tokens."""
         sampling = spec.sampling.select(spec.logits_rows()[:, 0])
         return replace(sampling, positions=sampling.positions + (counts - 1).clamp(min=0) + 1)

@@ -109,7 +109,7 @@ class Linear(nn.Module):
                 setattr(self, name, given)
 
     @property
-    def beside(self) -> tuple[Tensor, ...]:
+    def quantization_tensors(self) -> tuple[Tensor, ...]:
         """Tensors that belong to a quantised weight: scales, zeros, x_scale, order."""
         return self.scales, self.zeros, self.x_scale, self.order
 
@@ -158,7 +158,7 @@ def weight_bytes(*modules: nn.Module) -> int:
             tensors[id(parameter)] = parameter.nbytes
         for part in module.modules():
             if isinstance(part, Linear):
-                tensors |= {id(tensor): tensor.nbytes for tensor in part.beside}
+                tensors |= {id(tensor): tensor.nbytes for tensor in part.quantization_tensors}
     return sum(tensors.values())
 
 

@@ -16,7 +16,7 @@ def pack_decoder(
     draft_quantization: str | None = None,
     symmetric: bool = False,
     floats: bool = True,
-    beside: nn.Module | None = None,
+    excluded: nn.Module | None = None,
     lm_head: str | None = None,
 ) -> None:
     """Pack every Linear in `model` (a decoder, a draft head, or a step that holds both), in place.
@@ -30,13 +30,13 @@ def pack_decoder(
     to an embedding: errors in its logits cost only acceptance, and every pass reads it.
     symmetric: 4-bit groups have no zero points.
     floats: False leaves linears that are not quantised as they are.
-    The last parameter but one is a further model: its linears stay as they are, also where `model` shares them.
+    excluded: another model. Its linears stay as they are, also where `model` shares them.
 
     An embedding tied to an lm_head becomes a view of the packed head, so that the matrix is stored once. A draft head
     that shares its target's embedding or lm_head gets the packed ones if `model` holds both. Otherwise call its `share`
     again once the target is packed.
     """
-    others = set() if beside is None else set(beside.modules())
+    others = set() if excluded is None else set(excluded.modules())
     linears: dict[int, Linear] = {}  # by id of the plain weight to be packed
     for module in list(model.modules()):
         if isinstance(module, Linear) and not module.is_packed and module not in others:

@@ -79,11 +79,12 @@ async def _serve(
         host, port = listener.getsockname()[:2]
         warn_if_open(host, settings)
         logger.info("serving %s at http://%s:%d", service.name, f"[{host}]" if ":" in host else host, port)
-        beside: list[asyncio.Task[None]] = [asyncio.create_task(stalled_clients.watch(server.server_state.connections))]
+        watch = stalled_clients.watch(server.server_state.connections)
+        background_tasks: list[asyncio.Task[None]] = [asyncio.create_task(watch)]
         if not settings.disable_log_stats:
-            beside.append(asyncio.create_task(write_stats(service)))
+            background_tasks.append(asyncio.create_task(write_stats(service)))
         await server.serve(sockets=[listener])
-        for task in beside:
+        for task in background_tasks:
             task.cancel()
         logger.info("stopped")
     finally:

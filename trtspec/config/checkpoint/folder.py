@@ -70,8 +70,8 @@ def checkpoint_reader(path: str | os.PathLike[str], role: str) -> Reader:
 
 def checkpoint_quantization(config: Reader) -> CheckpointQuantization | None:
     """Quantisation of the weights as config.json states it, or hf_quant_config.json next to it."""
-    beside = config.file.with_name("hf_quant_config.json")
-    found = Reader(read_json(beside, config.role, required=False), beside, config.role)
+    hf_quant_config = config.file.with_name("hf_quant_config.json")
+    found = Reader(read_json(hf_quant_config, config.role, required=False), hf_quant_config, config.role)
     return CheckpointQuantization.read(config, found)
 
 

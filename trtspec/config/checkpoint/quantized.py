@@ -37,10 +37,10 @@ class CheckpointQuantization:
     kv_scales: bool = False
 
     @classmethod
-    def read(cls, config: Reader, beside: Reader | None = None) -> CheckpointQuantization | None:
+    def read(cls, config: Reader, hf_quant_config: Reader | None = None) -> CheckpointQuantization | None:
         """Read the quantisation from config.json; None for a checkpoint of floating-point weights.
 
-        If config.json does not state it, hf_quant_config.json next to it does, the second argument. Raises
+        If config.json does not state it, hf_quant_config.json next to it does, `hf_quant_config`. Raises
         UnsupportedError, CheckpointError.
         """
         # early versions of compressed-tensors had their own name for the key
@@ -48,8 +48,8 @@ class CheckpointQuantization:
         fields, default = config.object(key), "compressed-tensors" if key == "compression_config" else None
         if fields is not None:
             read = config.sub(key, fields)
-        elif beside is not None and beside.data:
-            read, default = beside, "modelopt"
+        elif hf_quant_config is not None and hf_quant_config.data:
+            read, default = hf_quant_config, "modelopt"
         else:
             return None
         method = read.string("quant_method", default).lower()

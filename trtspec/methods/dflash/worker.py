@@ -71,7 +71,7 @@ class DFlashWorker(MaskWorker):
         masks = last.new_full((1, 1), self.mask_token_id).expand(spec.batch_size, width - 1)
         ids = torch.cat((last[:, None], masks), dim=1)  # [B, width]
         layer = self.head.first_layer
-        block = blocks_behind(attn, kept, width, attend.tables(layer), attend.block_size(layer))
+        block = block_rows(attn, kept, width, attend.tables(layer), attend.block_size(layer))
         y = self.head(ids.flatten(), last, block.positions(ids.numel()), attend.at(block))  # [B * width, H]
         return y.view(spec.batch_size, width, -1), block
 
@@ -80,7 +80,7 @@ class DFlashWorker(MaskWorker):
         return hidden
 
 
-def blocks_behind(attn: AttnMetadata, kept: Tensor, width: int, tables: Tensor, block_size: int) -> AttnMetadata:
+def block_rows(attn: AttnMetadata, kept: Tensor, width: int, tables: Tensor, block_size: int) -> AttnMetadata:
     """Return metadata of `width` rows for every request, after its kept [B] int32 tokens.
 
     The rows of a request see each other as far as its KV blocks reach. tables: block tables [B, M] of the draft layers.

@@ -31,10 +31,10 @@ class DecoderHead(DraftHead):
     def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
         """Return y [T, H], the decoder's states of input_ids [T], the token *of* each row; h is not read."""
 
-        def attend_behind(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend_own_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.first_layer + layer, q, k, v)
 
-        return self.decoder(input_ids, positions, attend_behind)  # type: ignore[no-any-return]
+        return self.decoder(input_ids, positions, attend_own_layer)  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Logits [R, V] fp32 of y [R, H]."""

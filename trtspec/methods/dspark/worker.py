@@ -83,7 +83,7 @@ class DSparkWorker(DFlashWorker):
             state = head.advanced(h[:, 0], e, state)
         h = h[:, self.lead : self.lead + K]
         base = self.draft_logits(0, h.flatten(0, 1)).view(spec.batch_size, K, -1)  # [B, K', Vd]
-        sampling, drafts = self.sampling_behind(counts, spec), []
+        sampling, drafts = self.draft_sampling(counts, spec), []
         for k in range(K):
             logits, state = head.biased(base[:, k], h[:, k], e, state)
             drafts.append(self.draw_from(logits, sampling))
@@ -103,8 +103,8 @@ class DSparkWorker(DFlashWorker):
         K = drafts.shape[1]
         h, first = self._rows(hidden, spec)
         h = h[:, self.lead : self.lead + K].flatten(0, 1)
-        behind = self.head.before(drafts[:, :-1].flatten(), h).view(spec.batch_size, K - 1, first.shape[1])
-        e = torch.cat((first[:, None], behind), dim=1).flatten(0, 1)
+        later = self.head.before(drafts[:, :-1].flatten(), h).view(spec.batch_size, K - 1, first.shape[1])
+        e = torch.cat((first[:, None], later), dim=1).flatten(0, 1)
         return self.head.confidences(h, e).view(-1, K)
 
     @property

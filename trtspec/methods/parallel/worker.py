@@ -87,7 +87,7 @@ class MaskWorker(SpecWorker, ABC):
         hidden: [B * K', H], K' rows of each request. counts: [B], number of tokens that each request was given.
         """
         K, B = spec.next_draft_len, spec.batch_size
-        one = self.sampling_behind(counts, spec)  # [B]
+        one = self.draft_sampling(counts, spec)  # [B]
         request = torch.arange(B, device=counts.device)[:, None].expand(B, K).flatten()  # [B * K']
         sampling = replace(one.select(request), positions=self.each(one.positions, K).flatten())
         return self.sample_drafts(0, hidden, sampling).view(B, K)

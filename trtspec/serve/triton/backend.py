@@ -349,7 +349,7 @@ def stop_fields(tokenizer: Tokenizer, words: Iterable[tuple[str, Sequence[int]]]
             fields["stop_token_ids"] += ids
         else:
             raise RequestError(
-                f"stop word {word!r} (token ids {list(ids)}) holds a special token beside others; give that one alone"
+                f"stop word {word!r} (token ids {list(ids)}) mixes a special token with others; give that one alone"
             )
     return fields
 
