@@ -275,7 +275,7 @@ class SpecMetadata:
 
     @property
     def num_extra_kv_tokens(self) -> int:
-        """Number of KV rows after the verified ones that drafting may write."""
+        """Number of KV rows that draft passes may write after the K + 1 rows of the step itself: K - 1."""
         return max(self.max_draft_len - 1, 0)
 
     def logits_rows(self) -> Tensor:
@@ -317,11 +317,12 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Carry:
-    """The outputs of the previous launch that a step takes as inputs, so that the host need not read them first.
+    """Where a step finds the outputs of the previous launch that are its inputs, so that the host need not wait.
 
-    For requests with `kept` >= 0, the step's own inputs are placeholders: input_ids and draft_tokens are arbitrary, and
-    sampling.positions fit the placeholder kv_lens. The rows and draft_lens of such a request assume that the previous
-    step made as many drafts as it may. A row past the drafts that it did make has no draft: -1 in draft_tokens.
+    A request with `kept` >= 0 takes its inputs from that launch. What the step itself gives for such a request are
+    placeholders: input_ids and draft_tokens hold any ids, and sampling.positions fit the placeholder kv_lens. Its rows
+    and draft_lens are those of the most drafts that the previous launch may make. Where it made fewer, the rows left
+    over have no draft: -1 in draft_tokens.
     """
 
     tokens: Tensor  # [T] int64, row * (max_draft_len + 1) + column in new_tokens; -1 = taken from input_ids
@@ -361,7 +362,10 @@ class Carry:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Drafts for the next step, one row per request; a drafter has rows only for requests that want drafts."""
+    """Drafts for the next step.
+
+    B is the number of requests of the launch in a one-engine step, and of the requests that want drafts in a drafter.
+    """
 
     draft_tokens: Tensor  # [B, K] int64, target vocabulary; junk past draft_lens
     draft_lens: Tensor  # [B] int32, 0..K

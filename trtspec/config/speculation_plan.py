@@ -75,7 +75,7 @@ class SpeculationPlan:
 
     @property
     def num_extra_kv_tokens(self) -> int:
-        """Number of KV rows that the draft passes after the first may write after num_lookahead_slots rows."""
+        """Number of KV rows that draft passes may write after the num_lookahead_slots rows: K - 1."""
         return max(self.num_speculative_tokens - 1, 0)
 
 

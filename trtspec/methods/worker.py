@@ -198,7 +198,9 @@ class SpecWorker(nn.Module):
         return draw(logits, spec.sampling, constraints=spec.constraints)
 
     def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        """Accept strictly; return accepted tokens [B, K+1], -1 past their number, and their number [B].
+        """Accept strictly; return the new tokens [B, K+1], -1 past their number, and their number [B].
+
+        New tokens are the accepted drafts and the target's own token after them.
 
         sampled: [R], the target's own tokens.
         """
