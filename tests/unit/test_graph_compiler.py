@@ -1,4 +1,4 @@
-"""Compilers that fail on a graph."""
+"""Compilers that fail on a graph, and the objects that are kept of those that succeed."""
 
 from __future__ import annotations
 
@@ -74,3 +74,43 @@ def test_a_failure_of_the_last_graph_is_seen_at_the_end(tmp_path: Path) -> None:
 def test_a_compiler_that_is_gone(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"none/g\+\+ failed on a graph \(No such file or directory\); install g"):
         graph_compiler._run([str(tmp_path / "none" / "g++"), "-c", "a.cpp"])
+
+
+def compiled(folder: Path) -> int:
+    """Number of sources that were compiled to build a graph."""
+    log = folder / "compiled"
+    log.write_text("")
+    compiler = failing(folder, "*trtspec-*.cpp*", f"echo x >> {log}")
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}), GraphCompiler({}) as graphs:
+        graphs.add(program(), folder / "a.pt2")
+    return len(log.read_text().split())
+
+
+def test_the_same_source_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert compiled(tmp_path) == 3  # the runtime, the calls, the kernels
+    first = torch._inductor.aoti_load_package(str(tmp_path / "a.pt2"))
+    assert compiled(tmp_path) == 0
+    again = torch._inductor.aoti_load_package(str(tmp_path / "a.pt2"))
+    assert first(torch.ones(2)).tolist() == again(torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_what_an_object_depends_on_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = graph_compiler._kept_object
+    one = kept("int a;\n", ["g++", "-O2"])
+    assert kept("int a;\n\n// g++ -c a.cpp\n", ["g++", "-O2"]) == one
+    assert kept("int b;\n", ["g++", "-O2"]) != one
+    assert kept("int a;\n", ["g++", "-O1"]) != one
+    monkeypatch.setattr(torch, "__version__", "1.0")
+    other = kept("int a;\n", ["g++", "-O2"])
+    assert other != one
+    monkeypatch.setattr(graph_compiler, "_predefined", lambda *command: "another processor")
+    assert kept("int a;\n", ["g++", "-O2"]) not in (one, other)
+
+
+def test_an_object_that_was_not_finished_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    compiler = failing(tmp_path, "*trtspec-*.cpp*", 'while [ "$1" != -o ]; do shift; done; echo half > "$2"; exit 1')
+    with pytest.raises(EngineError, match="exit status 1"):
+        compile_twice(compiler, tmp_path)
+    assert not list((tmp_path / "cache" / "trtspec").rglob("*.o"))

@@ -1,12 +1,15 @@
 """Compile exported programs to .pt2 files: Inductor writes C++ in this thread while compilers run in parallel.
 
 Inductor alone would compile one graph after the other, and AOTInductor's runtime with each graph. Here the runtime is
-compiled once.
+compiled once. Objects stay in Inductor's cache folder (TORCHINDUCTOR_CACHE_DIR), so that the same C++ is compiled once
+on a machine.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import hashlib
 import importlib.resources
 import json
 import os
@@ -145,16 +148,20 @@ class GraphCompiler:
         return self._compile(_INCLUDE + self._runtime + _BASE, written, "-O1")
 
     def _compile(self, source: str, written: _Written, *flags: str) -> Future[Path]:
-        """Compile `source` to an object file, with the graph's flags and `flags`."""
+        """Compile `source` to an object file, with the graph's flags and `flags`, unless the cache folder has it."""
         file = self._folder / f"{self._sources}.cpp"
         self._sources += 1
         file.write_text(source, encoding="utf-8")
-        result = file.with_suffix(".o")
-        command = [written.compiling["compiler"], *_compile_flags(written.compiling), *flags, "-c", str(file)]
+        command = [written.compiling["compiler"], *_compile_flags(written.compiling), *flags]
+        kept = _kept_object(source, command)
 
         def compile_it() -> Path:
-            _run([*command, "-o", str(result)])
-            return result
+            if not kept.is_file():
+                with tempfile.TemporaryDirectory(dir=kept.parent) as scratch:
+                    made = Path(scratch) / kept.name
+                    _run([*command, "-c", str(file), "-o", str(made)])
+                    made.replace(kept)
+            return kept
 
         return self._pool.submit(compile_it)
 
@@ -202,7 +209,29 @@ def _link_flags(told: Mapping[str, Any]) -> list[str]:
     return [*flags, *(f"-l{name}" for name in told["libraries"]), "-fopenmp"]
 
 
-def _run(command: list[str]) -> None:
+def _kept_object(source: str, command: Sequence[str]) -> Path:
+    """Path of the object file of `source` in the cache folder, which exists.
+
+    Its name is a digest of all that the object depends on: the source without the comment lines in which Inductor
+    lists its own commands; the command; the compiler; the processor; torch's headers.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    lines = [line for line in source.splitlines() if line and not line.startswith("//")]
+    parts = (*lines, *command, _predefined(*command), str(torch.__version__))
+    folder = Path(cache_dir()) / "trtspec"
+    folder.mkdir(exist_ok=True)
+    return folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.o"
+
+
+@functools.cache
+def _predefined(*command: str) -> str:
+    """Macros that the compiler itself defines: they name its version and the processor's features that it uses."""
+    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler and return its output. EngineError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         why = done.stderr.strip()[-2000:] or f"exit status {done.returncode}" if done.returncode else ""
@@ -210,6 +239,7 @@ def _run(command: list[str]) -> None:
         why = error.strerror or str(error)
     if why:
         raise _failure(command[0], why)
+    return done.stdout
 
 
 @contextmanager
