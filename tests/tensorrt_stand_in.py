@@ -11,6 +11,7 @@ is.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
@@ -113,6 +114,9 @@ class CudaRuntime:
             self.capturing.append(call)
 
 
+_NUMBERS = itertools.count()  # of plans, so that no two in a process are equal
+
+
 class TensorRT(FakeTensorRT):
     """The module `tensorrt`, builder included. plans: contents of a plan's file -> its network and config."""
 
@@ -137,7 +141,7 @@ class TensorRT(FakeTensorRT):
             def _build_serialized_network(self, network: FakeNetwork, config: FakeConfig) -> bytes:
                 assert super()._build_serialized_network(network, config)
                 network._copy_weights()
-                contents = b"plan %d" % len(plans)
+                contents = b"plan %d" % next(_NUMBERS)
                 plans[contents] = network, config
                 return contents
 

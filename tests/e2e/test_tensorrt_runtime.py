@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_models, packed, speculation, wishes
-from tests.e2e.tiny import run_alone, run_together
+from tests.e2e.tiny import Outcome, run_alone, run_together
 from tests.fake_tensorrt.plugins import fake_plugin_of
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
@@ -68,13 +68,46 @@ def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
     return found
 
 
+@pytest.fixture(scope="module")
+def built() -> dict[tuple[str, bool], tuple[Path, dict[bytes, Any]]]:
+    """Engine folder and plans of each (mode, schedule) that a test has asked for."""
+    return {}
+
+
+@pytest.fixture
+def engine(
+    trt: TensorRT,
+    built: dict[tuple[str, bool], tuple[Path, dict[bytes, Any]]],
+    models: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Path]:
+    """(mode, schedule=False) -> an engine folder in fp32, built when first asked for. A test changes a copy only."""
+
+    def build_once(mode: str, schedule: bool = False) -> Path:
+        key = (mode, schedule and mode.startswith("eagle3"))
+        if key not in built:
+            folder = tmp_path_factory.mktemp("engines") / mode
+            built[key] = build(models, folder, "tensorrt", mode, "float32", schedule), dict(trt.plans)
+        folder, plans = built[key]
+        trt.plans.update(plans)
+        return folder
+
+    return build_once
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> list[Outcome]:
+    """Eager's outcomes of each case alone."""
+    return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
+
+
 @pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_two_engine", marks=pytest.mark.long)])
-def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, tmp_path: Path, mode: str) -> None:
+def test_batches_of_every_kind(engine: Callable[..., Path], cuda: CudaRuntime, plain: list[Outcome], mode: str) -> None:
     """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
-    folder = build(models, tmp_path / mode, "tensorrt", mode, "float32", schedule=True)
+    folder = engine(mode, schedule=True)
     before = len(cuda.blocks)
     run = packed(LLM(folder, **TIGHT))
-    assert run.outcomes == run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
+    assert run.outcomes == plain
     assert cuda.launched_graphs > 0
     del run
     import gc
@@ -83,18 +116,18 @@ def test_batches_of_every_kind(trt: TensorRT, cuda: CudaRuntime, models: Path, t
     assert len(cuda.blocks) == before
 
 
-def test_constraints_on_logits_are_refused_by_name(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+def test_constraints_on_logits_are_refused_by_name(engine: Callable[..., Path]) -> None:
     """Plans have no inputs for constraints on logits, so the error names the constraints."""
-    llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
+    llm = LLM(engine("none"), **TIGHT)
     params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2)
     asked = r"repetition_penalty = 1\.2, logit_bias = \(\(3, 1\.0\),\), logprobs = 2"
     with pytest.raises(RequestError, match=rf"{asked}: this engine on backend tensorrt .*aoti or onnx"):
         llm.generate([[1, 2]], params, use_tqdm=False)
 
 
-def test_they_are_refused_before_any_work(trt: TensorRT, models: Path, tmp_path: Path) -> None:
+def test_they_are_refused_before_any_work(engine: Callable[..., Path]) -> None:
     """The refusal comes before a grammar is compiled, so its error is not found, and its package may be missing."""
-    llm = LLM(build(models, tmp_path / "engine", "tensorrt", "none", "float32"), **TIGHT)
+    llm = LLM(engine("none"), **TIGHT)
     params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
     with pytest.raises(RequestError, match=r"structured_outputs = .*: this engine on backend tensorrt"):
         llm.generate([[1, 2]], params, use_tqdm=False)
@@ -122,7 +155,9 @@ def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
 
 
 @pytest.mark.parametrize("mode", ["none", "ngram", pytest.param("draft", marks=pytest.mark.long)])
-def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path, mode: str) -> None:
+def test_attention_of_tensorrts_own(
+    trt: TensorRT, plain: list[Outcome], models: Path, tmp_path: Path, mode: str
+) -> None:
     """TensorRT's own attention, with a linear cache and no plugin, has eager's outcomes of each request alone."""
     config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
     speculation = read_speculative_config(wishes(mode, models, False))
@@ -134,7 +169,7 @@ def test_attention_of_tensorrts_own(trt: TensorRT, models: Path, tmp_path: Path,
     assert llm.engine.loop.scheduler.allocator.num_blocks == LIMITS["max_batch_size"] + 1
     assert [cache.shape[0] for cache in llm.engine.loop.target.inner.kv[0]] == [LIMITS["max_batch_size"]] * 2
     run = run_together(llm.engine, CASES)
-    assert run.outcomes == run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
+    assert run.outcomes == plain
     assert run.num_mixed_steps > 0 or mode == "none"
 
 
@@ -170,13 +205,12 @@ def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str
     assert made["none"] == made["eagle3"]
 
 
-def executable(models: Path, tmp_path: Path) -> Any:
-    folder = build(models, tmp_path / "engine", "tensorrt", "eagle3", "float32")
+def executable(folder: Path) -> Any:
     return LLM(folder, **TIGHT).engine.loop.target.inner
 
 
-def test_steps_take_turns_with_two_sets_of_buffers(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    found = executable(models, tmp_path)
+def test_steps_take_turns_with_two_sets_of_buffers(engine: Callable[..., Path]) -> None:
+    found = executable(engine("eagle3"))
     plan = found._graphs[0].run.__self__
     assert plan.sets[0].keys() == plan.sets[1].keys()
     assert not {m.address for m in plan.sets[0].values()} & {m.address for m in plan.sets[1].values()}
@@ -187,8 +221,8 @@ def test_steps_take_turns_with_two_sets_of_buffers(trt: TensorRT, models: Path, 
     assert bound == [plan.sets[i]["input_ids"].address for i in (0, 1, 0, 1)]
 
 
-def test_generations_have_a_profile_of_their_own(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    found = executable(models, tmp_path)
+def test_generations_have_a_profile_of_their_own(engine: Callable[..., Path]) -> None:
+    found = executable(engine("eagle3"))
     plan = found._graphs[0].run.__self__
     found.run(example_batch(K, LIMITS["block_size"], uniform=True))
     assert [context.ran for context in plan.contexts] == [False, True]
@@ -212,8 +246,8 @@ def plan_inputs(found: Any, inputs: Any) -> list[torch.Tensor]:
     return list(found._graphs[0].read(replace(inputs, spec=replace(inputs.spec))))
 
 
-def test_what_a_plan_was_not_built_for_is_named(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    found = executable(models, tmp_path)
+def test_what_a_plan_was_not_built_for_is_named(engine: Callable[..., Path]) -> None:
+    found = executable(engine("eagle3"))
     inputs = example_batch(K, LIMITS["block_size"])
     most = found._graphs[0].run.__self__.largest[tensorrt.MIXED]["block_tables"][1]
     tables = torch.ones(4, most + 8, dtype=torch.int32)
@@ -226,10 +260,10 @@ def test_what_a_plan_was_not_built_for_is_named(trt: TensorRT, models: Path, tmp
 
 
 def test_a_plan_that_cannot_be_captured_runs_without(
-    trt: TensorRT, cuda: CudaRuntime, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    engine: Callable[..., Path], cuda: CudaRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     cuda.capture_fails = True
-    found = executable(models, tmp_path)
+    found = executable(engine("eagle3"))
     for _ in range(6):
         found.run(example_batch(K, LIMITS["block_size"], uniform=True))
     assert cuda.launched_graphs == 0
@@ -237,9 +271,9 @@ def test_a_plan_that_cannot_be_captured_runs_without(
 
 
 def test_plans_of_another_version_or_card_are_refused(
-    trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = build(models, tmp_path / "engine", "tensorrt", "none", "float32")
+    folder = engine("none")
     monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
     with pytest.raises(
         CheckpointError, match=r"built for tensorrt 11\.4\.0\.106, this is 11\.5\.0\.1; rebuild it here"
@@ -253,9 +287,10 @@ def test_plans_of_another_version_or_card_are_refused(
         LLM(folder, **TIGHT)
 
 
-def test_a_plan_that_tensorrt_cannot_read_is_named(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    folder = build(models, tmp_path / "engine", "tensorrt", "none", "float32")
-    (folder / "target" / "rank0.engine").write_bytes(b"plan X")
+def test_a_plan_that_tensorrt_cannot_read_is_named(engine: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(engine("none"), tmp_path / "engine")
+    plan = folder / "target" / "rank0.engine"
+    plan.write_bytes(b"X" * plan.stat().st_size)
     with pytest.raises(CheckpointError, match=r"TensorRT 11.4.0.106 cannot read .*rank0\.engine"):
         LLM(folder, **TIGHT)
 
@@ -293,13 +328,13 @@ def test_stripped_plans_get_their_weights_next_to_them(trt: TensorRT, models: Pa
         LLM(tmp_path / "engine")
 
 
-def test_the_cache_is_as_large_as_the_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    build_engine(models / "target", tmp_path / "engine", None, CONFIG)
+def test_the_cache_is_as_large_as_the_plan_says(engine: Callable[..., Path]) -> None:
+    folder = engine("none")
     for option in ({}, TIGHT, {"kv_cache_memory": 2**30}):
-        assert LLM(tmp_path / "engine", **option).engine.loop.scheduler.allocator.num_blocks == 41
+        assert LLM(folder, **option).engine.loop.scheduler.allocator.num_blocks == 41
     for option in ({"num_kv_blocks": 42}, {"kv_cache_memory": 30_000}):
         with pytest.raises(ConfigError, match=r"num_kv_blocks = 41, which take \d+ bytes; \d+ were asked for: rebuild"):
-            LLM(tmp_path / "engine", **option)
+            LLM(folder, **option)
 
 
 def test_kernels_that_are_not_compiled_stop_a_build(
@@ -336,7 +371,8 @@ def test_from_the_command_line(
     monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
     assert main(["verify", str(engine)]) == 1
     assert "built for tensorrt 11.4.0.106" in " ".join(capsys.readouterr().err.split())
-    (engine / "target" / "rank0.engine").write_bytes(b"plan 1")
+    plan = engine / "target" / "rank0.engine"
+    plan.write_bytes(b"X" * plan.stat().st_size)
     assert main(["verify", str(engine)]) == 1
     assert "rank0.engine is not what was built (its SHA-256 differs)" in " ".join(capsys.readouterr().err.split())
 
