@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -40,7 +40,13 @@ from trtspec.serve.triton.classic import EngineModel, packed_words, unpacked_wor
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)
-load = pytest.fixture(layouts)
+fresh = pytest.fixture(layouts)
+
+
+@pytest.fixture(scope="module")
+def load(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """`fresh`, but a model serves all tests that ask for it."""
+    yield from layouts(target, tmp_path_factory.mktemp("repositories"))
 
 
 @both
@@ -209,8 +215,8 @@ def test_a_step_without_tokens_has_a_logprob_all_the_same(load: Callable[..., An
     assert (values["sequence_length"], values["output_log_probs"], values["cum_log_probs"]) == ([0], [0.0], [-1.5])
 
 
-def test_many_requests_share_the_steps(load: Callable[..., Any], offline: LLM) -> None:
-    model = load("llmapi")
+def test_many_requests_share_the_steps(fresh: Callable[..., Any], offline: LLM) -> None:
+    model = fresh("llmapi")
     params = [SamplingParams(temperature=0.7, seed=seed, max_tokens=40) for seed in range(8)]
     expected = offline.generate([PROMPT] * 8, params)
     inputs = {"text_input": PROMPT, "sampling_param_temperature": 0.7, "sampling_param_max_tokens": 40}

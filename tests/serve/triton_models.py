@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -69,12 +70,13 @@ def loaded(model: Any, repository: Path, pb: SimpleNamespace, decoupled: bool = 
 def layouts(target: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Yield load(layout, decoupled, checkpoint) -> the model that clients call, with `.pb`; a fixture.
 
-    The models are unloaded at the end.
+    Equal arguments return the same model. The models are unloaded at the end.
     """
-    open_models = []
+    open_models: list[Any] = []
 
+    @functools.cache
     def load_layout(layout: str, decoupled: bool = True, checkpoint: Path = target) -> Any:
-        repository = tmp_path / layout
+        repository = tmp_path / f"{len(open_models)}" / layout
         write_repository(repository, checkpoint, NGRAM, layout=layout, **LIMITS)
         models: dict[str, Any] = {}
         pb = make_pb(models)
