@@ -125,8 +125,8 @@ def test_small_enough_to_ship(folders: tuple[str, ...], megabytes: int) -> None:
 @pytest.mark.parametrize(
     ("temperature", "modes"),
     [
-        ("0", ["ngram", "draft", "eagle3"]),
-        ("0.8", ["ngram", "draft", "eagle3"]),
+        ("0", ["ngram", "eagle3"]),
+        ("0.8", ["ngram", "eagle3"]),
         pytest.param("0.8", ["ngram", "draft", "medusa", "mtp", "eagle3"], marks=pytest.mark.long),
     ],
 )
