@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,21 +18,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, make_models, packed, speculation, wishes
-from tests.e2e.tiny import Outcome, run_alone, run_together
-from tests.fake_tensorrt.plugins import fake_plugin_of
+from tests.e2e import tensorrt_engines
+from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, packed, wishes
+from tests.e2e.tensorrt_engines import Built
+from tests.e2e.tiny import Outcome, run_together
+from tests.fake_tensorrt.golden import assert_golden
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends.export import example_batch
 from trtspec.backends.tensorrt import compile as tensorrt_compile
 from trtspec.backends.tensorrt import executable as tensorrt
-from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.cli.main import main
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import (
-    CapacityError,
     CheckpointError,
     ConfigError,
     DependencyError,
@@ -44,67 +44,44 @@ from trtspec.interop.reading import read_speculative_config
 
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
+KERNELS = {"SpecAttention-fp32-d8-g2", "ProcessLogits", "SpecSample"}
+EAGLE3_KERNELS = {*KERNELS, "SpecSampleVocab", "SpecAccept"}
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
+models = tensorrt_engines.models
+cuda = tensorrt_engines.cuda
+kernels = tensorrt_engines.kernels
+trt = tensorrt_engines.trt
+built = tensorrt_engines.built
+engine = tensorrt_engines.engine
+plain = tensorrt_engines.plain
 
 
-@pytest.fixture
-def cuda() -> CudaRuntime:
-    return CudaRuntime()
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_asked_for_is_what_is_written_down(
+    engine: Callable[..., Path], built: dict[tuple[str, bool], Built], mode: str
+) -> None:
+    """Networks, profiles and flags are those of the golden files."""
+    engine(mode)
+    one = built[mode, False]
+    for role, plan in zip(("target", "draft"), one.plans.values(), strict=False):
+        assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}.txt", *plan)
+    assert len(one.plans) == 1 + (mode == "draft")
+    assert one.kernels == (EAGLE3_KERNELS if mode == "eagle3" else KERNELS)
 
 
-@pytest.fixture
-def trt(cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch) -> TensorRT:
-    """Stand-ins that replace TensorRT, CUDA, and our plugins in TensorRT's registry."""
-    found, gpu = TensorRT(cuda), Cuda(cuda)
-    for module in (tensorrt, tensorrt_compile):
-        monkeypatch.setattr(module, "load_tensorrt", lambda: found)
-        monkeypatch.setattr(module, "open_cuda", lambda: gpu)
-    monkeypatch.setattr(tensorrt_compile, "registered_plugins", lambda trt: fake_plugin_of)
-    monkeypatch.setattr(tensorrt_compile, "check_kernels", lambda model, native: None)
-    return found
-
-
-@pytest.fixture(scope="module")
-def built() -> dict[tuple[str, bool], tuple[Path, dict[bytes, Any]]]:
-    """Engine folder and plans of each (mode, schedule) that a test has asked for."""
-    return {}
-
-
-@pytest.fixture
-def engine(
-    trt: TensorRT,
-    built: dict[tuple[str, bool], tuple[Path, dict[bytes, Any]]],
-    models: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., Path]:
-    """(mode, schedule=False) -> an engine folder in fp32, built when first asked for. A test changes a copy only."""
-
-    def build_once(mode: str, schedule: bool = False) -> Path:
-        key = (mode, schedule and mode.startswith("eagle3"))
-        if key not in built:
-            folder = tmp_path_factory.mktemp("engines") / mode
-            built[key] = build(models, folder, "tensorrt", mode, "float32", schedule), dict(trt.plans)
-        folder, plans = built[key]
-        trt.plans.update(plans)
-        return folder
-
-    return build_once
-
-
-@pytest.fixture(scope="module")
-def plain(models: Path) -> list[Outcome]:
-    """Eager's outcomes of each case alone."""
-    return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CASES)
-
-
-@pytest.mark.parametrize("mode", [*MODES, pytest.param("eagle3_two_engine", marks=pytest.mark.long)])
-def test_batches_of_every_kind(engine: Callable[..., Path], cuda: CudaRuntime, plain: list[Outcome], mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "schedule"),
+    [
+        *((mode, False) for mode in MODES),
+        *(pytest.param(mode, True, marks=pytest.mark.long) for mode in ("eagle3", "eagle3_two_engine")),
+    ],
+)
+def test_batches_of_every_kind(
+    engine: Callable[..., Path], cuda: CudaRuntime, plain: list[Outcome], mode: str, schedule: bool
+) -> None:
     """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
-    folder = engine(mode, schedule=True)
+    folder = engine(mode, schedule)
     before = len(cuda.blocks)
     run = packed(LLM(folder, **TIGHT))
     assert run.outcomes == plain
@@ -274,6 +251,8 @@ def test_plans_of_another_version_or_card_are_refused(
     engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = engine("none")
+    made_for = json.loads((folder / "config.json").read_text())["executables"]["target"]["made_for"]
+    assert made_for == {"tensorrt": "11.4.0.106", "gpu": "Stand-in", "compute_capability": "9.0"}
     monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
     with pytest.raises(
         CheckpointError, match=r"built for tensorrt 11\.4\.0\.106, this is 11\.5\.0\.1; rebuild it here"
@@ -375,52 +354,3 @@ def test_from_the_command_line(
     plan.write_bytes(b"X" * plan.stat().st_size)
     assert main(["verify", str(engine)]) == 1
     assert "rank0.engine is not what was built (its SHA-256 differs)" in " ".join(capsys.readouterr().err.split())
-
-
-def test_too_little_device_memory_is_a_capacity_error(cuda: CudaRuntime) -> None:
-    with pytest.raises(
-        CapacityError, match=r"2\.15 GB of device memory were refused \(out of memory\); lower kv_cache"
-    ):
-        Cuda(cuda).allocate(2**31)
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Put a stand-in where Cuda.open finds cuda-python."""
-
-    def put(**facts: int) -> None:
-        import sys
-
-        stand_in = CudaRuntime(**facts)
-        monkeypatch.setitem(sys.modules, "cuda", SimpleNamespace(bindings=SimpleNamespace(runtime=stand_in)))
-        monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(runtime=stand_in))
-
-    return put
-
-
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        ({"driver": 0}, "no NVIDIA driver here.*use the backend aoti or onnx"),
-        ({"driver": 12080}, r"driver serves CUDA 12\.8, and TensorRT 11 needs 13\.0 or newer: update"),
-        ({"devices": 0}, r"shows no GPU \(no CUDA-capable device is detected\); check CUDA_VISIBLE_DEVICES"),
-    ],
-    ids=["no driver", "old driver", "no GPU"],
-)
-def test_what_is_missing_is_named(runtime: Callable[..., None], facts: dict[str, int], message: str) -> None:
-    runtime(**facts)
-    with pytest.raises(DependencyError, match=message):
-        Cuda.open()
-
-
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in ("cuda", "cuda.bindings", "tensorrt"):
-        monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(DependencyError, match=r"needs cuda-python .*pip install 'trtspec\[tensorrt\]'"):
-        Cuda.open()
-    tensorrt.load_tensorrt.cache_clear()
-    with pytest.raises(DependencyError, match=r"TensorRT is missing .*pip install 'trtspec\[tensorrt\]'"):
-        tensorrt.load_tensorrt()
-    assert speculation("none", Path()) is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,26 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import onnx_ir as ir
-import onnxscript
 import pytest
-import torch
 
 from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
+from tests.fake_tensorrt.golden import assert_golden
 from tests.fake_tensorrt.plugins import fake_plugin_of
-from tests.fake_tensorrt.summary import summary
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
-from trtspec.backends.export import example_batch
-from trtspec.backends.onnx.export import export_onnx
+from trtspec.backends.onnx.export import DOMAIN
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.compile import (
     _needs,
     aot_kernels,
     build_plan,
-    check_kernels,
     compile_step,
     require,
 )
@@ -43,9 +38,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.interop.reading import read_speculative_config
 
-GOLDEN = Path(__file__).with_name("golden")
 SIZES = Sizes(batch_size=8, rows=32, draft_len=K, columns=26, blocks=41, block_size=4)
-MADE_WITH = f"torch {torch.__version__.split('+')[0]}, onnxscript {onnxscript.__version__}"
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +71,14 @@ def compiled(
 @pytest.mark.parametrize(
     ("mode", "role", "attention"),
     [
-        ("none", "target", "plugin"),
-        ("ngram", "target", "plugin"),
-        ("draft", "target", "plugin"),
-        ("draft", "draft", "plugin"),
         ("draft", "draft", "native"),
-        ("eagle3", "target", "plugin"),
         ("eagle3_two_engine", "draft", "plugin"),
     ],
 )
 def test_what_is_asked_for_is_what_is_written_down(
     models: Path, tmp_path: Path, mode: str, role: str, attention: str
 ) -> None:
+    """Networks that test_tensorrt_runtime.py does not run are those of the golden files."""
     native = attention == "native"
     made = compiled(models, tmp_path, mode, role, draft_lens=(K,) if mode.startswith("eagle3") else (0,), linear=native)
     assert (made.linear, made.kv_blocks) == ((True, 9) if native else (False, SIZES.blocks))
@@ -99,28 +88,15 @@ def test_what_is_asked_for_is_what_is_written_down(
     caches = {tensor.name for tensor in network._inputs if "_cache_" in tensor.name}
     assert len(caches) == 2 * len(made.kv)
     assert network._aliases() == {f"new_{name}": name for name in caches}  # through chains of draft steps, too
-    assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}{'_native' * native}.txt")
+    assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}{'_native' * native}.txt", *FakeBuilder._built)
 
 
 def test_what_is_asked_for_of_an_fp8_checkpoint(models: Path, tmp_path: Path) -> None:
     """Each linear of a layer has a layer that rounds x, a layer that undoes it, and one for the weights."""
     folder, _, _ = fp8(models / "target", tmp_path, Fp8Kind("modelopt"))
     compiled(models, tmp_path, checkpoint=folder, dtype="bfloat16")
-    assert_golden("none, target, fp8 weights and inputs", "tensorrt_none_target_fp8.txt")
-
-
-def assert_golden(what: str, name: str) -> None:
-    """Compare the network with a golden file. TRTSPEC_GOLDEN=1 in the environment writes the file anew.
-
-    Another exporter may write other nodes for the same step; then the test is skipped.
-    """
-    text, file = f"{what}; {MADE_WITH}\n{summary(*FakeBuilder._built)}", GOLDEN / name
-    if os.environ.get("TRTSPEC_GOLDEN"):
-        file.write_text(text, encoding="utf-8")
-    golden = file.read_text(encoding="utf-8")
-    if golden.split("\n")[0] != text.split("\n")[0]:
-        pytest.skip(f"recorded with {golden.split(chr(10))[0].partition('; ')[2]}; here is {MADE_WITH}")
-    assert text == golden
+    assert FakeBuilder._built is not None
+    assert_golden("none, target, fp8 weights and inputs", "tensorrt_none_target_fp8.txt", *FakeBuilder._built)
 
 
 @pytest.mark.long
@@ -190,34 +166,28 @@ def test_what_the_builder_refuses_is_an_error(
         planned(exported)
 
 
-def test_what_an_engine_needs_where_it_runs(models: Path, tmp_path: Path) -> None:
-    """An engine needs its very version of TensorRT and its card, unless it was built to run with others."""
-    exact = {"tensorrt": "11.4.0.106", "gpu": "Stand-in", "compute_capability": "9.0"}
-    assert compiled(models, tmp_path).made_for == exact
-    here = {**exact, "tensorrt major version": "11"}
+def test_what_an_engine_needs_where_it_runs() -> None:
+    """An engine that was built to run with others needs neither its very version of TensorRT nor its card."""
+    here = {
+        "tensorrt": "11.4.0.106",
+        "tensorrt major version": "11",
+        "gpu": "Stand-in",
+        "compute_capability": "9.0",
+    }
     lenient = TensorRTOptions(version_compatible=True, hardware_compatibility="same_compute_capability")
     assert _needs(here, lenient) == {"tensorrt major version": "11", "compute_capability": "9.0"}
     lenient = TensorRTOptions(hardware_compatibility="ampere_plus")
     assert _needs(here, lenient) == {"tensorrt": "11.4.0.106"}
 
 
-def test_kernels_that_are_not_compiled_are_named(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineConfig(backend="onnx", dtype="bfloat16", **LIMITS)
-    wanted = read_speculative_config(wishes("eagle3", models, False))
-    step = build_steps(plan_context(models / "target", wanted, config, BACKENDS["tensorrt"]))["target"]
-    kv = [(torch.zeros(24, 4, h, d, dtype=torch.bfloat16),) * 2 for h, d, _ in step.kv_layers]
-    model = export_onnx(step, example_batch(1, 4), kv)
-    assert aot_kernels(model) == {
-        "SpecAttention-bf16-d8-g2",
-        "ProcessLogits",
-        "SpecAccept",
-        "SpecSample",
-        "SpecSampleVocab",
-    }
-    monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path))
-    monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
-    with pytest.raises(DependencyError, match=r"run build_scripts/build_plugins.py --target tensorrt --arch sm_90"):
-        check_kernels(model)
+@pytest.mark.parametrize(("dtype", "bits"), [("FLOAT", "fp32"), ("FLOAT16", "fp16"), ("BFLOAT16", "bf16")])
+def test_kernels_of_attention_are_named_by_their_shapes(dtype: str, bits: str) -> None:
+    type_ = ir.TensorType(ir.DataType[dtype])
+    q, k = (ir.Value(name=name, shape=ir.Shape(["T", heads, 64]), type=type_) for name, heads in (("q", 8), ("k", 2)))
+    node = ir.Node(DOMAIN, "SpecAttention", [q, k])
+    model = ir.Model(ir.Graph([q, k], node.outputs, nodes=[node], opset_imports={"": 21}), ir_version=10)
+    assert aot_kernels(model) == {f"SpecAttention-{bits}-d64-g4"}
+    assert aot_kernels(model, native=True) == set()
 
 
 # --- what is needed
