@@ -131,6 +131,7 @@ def same_bits(
     assert cut_up == run(build(folder / "whole", target, asked, options, 0))
 
 
+@pytest.mark.long
 def test_eagle3_reads_states_from_inside_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """EAGLE3 reads hidden states from inside blocks.
 

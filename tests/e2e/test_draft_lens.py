@@ -230,7 +230,7 @@ def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs:
     assert run.speculation.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("functional", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_an_exported_graph_tells_the_same(models: Path, functional: bool) -> None:
     """An exported graph returns the same draft lengths bit for bit, for batches with drafts of all lengths."""
     recorder = record(lambda **limits: LLM(models / "target", fields_of("eagle3", models), **limits), "sampled")

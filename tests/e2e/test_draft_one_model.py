@@ -289,7 +289,11 @@ def test_sliding_windows_are_each_models_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("uniform", "functional"), [(True, False), (False, True)], ids=["uniform-mutating", "ragged-functional"]
+    ("uniform", "functional"),
+    [
+        pytest.param(True, False, id="uniform-mutating"),
+        pytest.param(False, True, id="ragged-functional", marks=pytest.mark.long),
+    ],
 )
 def test_the_graph_is_the_step(make: Make, uniform: bool, functional: bool) -> None:
     recorder = record(lambda **limits: make(**limits), "sampled")

@@ -99,7 +99,8 @@ def test_profiles_of_draft_layers_next_to_the_target(models: Path) -> None:
     [
         pytest.param("eagle3", "aoti", marks=pytest.mark.long),
         pytest.param("eagle3", "onnx", marks=pytest.mark.long),
-        ("draft", "onnx"),
+        pytest.param("draft", "onnx", marks=pytest.mark.long),
+        ("ngram", "onnx"),
     ],
 )
 def test_the_engine_is_as_planned(models: Path, tmp_path: Path, mode: str, backend: str) -> None:
@@ -171,10 +172,17 @@ def test_a_plan_complains_of_headers_as_a_build_would(
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("functional", [False, True], ids=["mutating", "functional"])
+DESCRIBED = [
+    ("none", "ragged", False),
+    ("eagle3", "ragged", True),
+    ("eagle3", "uniform", False),
+    ("eagle3_two_engine", "ragged", True),
+]
+ALSO = [(mode, kind, not functional) for mode, kind, functional in DESCRIBED]
+
+
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    [("none", "ragged"), ("eagle3", "ragged"), ("eagle3", "uniform"), ("eagle3_two_engine", "ragged")],
+    ("mode", "kind", "functional"), [*DESCRIBED, *(pytest.param(*one, marks=pytest.mark.long) for one in ALSO)]
 )
 def test_graphs_are_as_described(models: Path, mode: str, kind: str, functional: bool) -> None:
     """The running graph returns the described outputs, and the exported graph calls the described ops."""

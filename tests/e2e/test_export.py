@@ -18,8 +18,8 @@ from trtspec.methods.step import OneEngineStep
     ("sampling", "uniform", "functional"),
     [
         pytest.param("greedy", True, False, id="greedy-uniform-mutating"),
-        pytest.param("greedy", False, True, id="greedy-ragged-functional"),
-        pytest.param("sampled", True, True, id="sampled-uniform-functional"),
+        pytest.param("greedy", False, True, id="greedy-ragged-functional", marks=pytest.mark.long),
+        pytest.param("sampled", True, True, id="sampled-uniform-functional", marks=pytest.mark.long),
         pytest.param("sampled", False, False, id="sampled-ragged-mutating"),
     ],
 )

@@ -113,12 +113,12 @@ def test_a_network_of_tensorrts(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind
 ) -> None:
     made = {}
-    for mode in ("none", "eagle3"):
+    for mode in ("none", "ngram" if kind is STATIC else "eagle3"):
         built(checkpoints[kind], tmp_path / mode, CONFIG, models, mode)
         made[mode] = run_together(LLM(tmp_path / mode).engine, CASES[:12]).outcomes
         layers = [type(layer).__name__ for layer in list(trt.plans.values())[-1][0]._layers]
         assert (layers.count("Quantize"), layers.count("Dequantize")) == ((12, 24) if kind is STATIC else (0, 12))
-    assert made["none"] == made["eagle3"]
+    assert made["none"] == made[mode]
     if kind is ALONE:
         assert made["none"] == run_alone(LLM(checkpoints[kind], num_kv_blocks=128, **LIMITS).engine, CASES[:12])
 
@@ -158,7 +158,7 @@ def test_stripped_plans_get_fp8_weights_next_to_them(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path
 ) -> None:
     options = TensorRTOptions(strip_plan=True)
-    built(checkpoints[STATIC], tmp_path / "engine", CONFIG, models, "eagle3", options=options)
+    built(checkpoints[STATIC], tmp_path / "engine", CONFIG, models, options=options)
     assert LLM(tmp_path / "engine").generate([[1, 2, 3]], use_tqdm=False)[0].finished
     file = tmp_path / "engine" / "target" / "weights.safetensors"
     weights = load_file(file)

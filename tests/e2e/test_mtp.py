@@ -150,7 +150,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[Way], Reference],
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 17])
+@pytest.mark.parametrize("rows", [1, 4, *(pytest.param(rows, marks=pytest.mark.long) for rows in (2, 3, 17))])
 @pytest.mark.parametrize("way", [*EACH, AGAIN[0]], ids=str)
 def test_chunks_of_prompts(make: Make, reference: Callable[[Way], Reference], way: Way, rows: int) -> None:
     """Prompts in chunks change no draft, even in chunks with fewer rows than a module is deep."""
@@ -172,7 +172,7 @@ def test_a_draft_length_for_every_step(make: Make, reference: Callable[[Way], Re
 BASE = [1 + i * i % 14 for i in range(42)]
 
 
-@pytest.mark.parametrize("rows", [None, 1, 3])
+@pytest.mark.parametrize("rows", [1, *(pytest.param(rows, marks=pytest.mark.long) for rows in (None, 3))])
 @pytest.mark.parametrize("way", [WAYS[1], *EACH, AGAIN[0]], ids=str)
 def test_shared_prefixes(targets: Callable[[int], Path], make: Make, way: Way, rows: int | None) -> None:
     """Requests reuse each other's blocks, free or in use, and prefill the rest in chunks of few rows.

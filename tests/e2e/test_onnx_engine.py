@@ -39,6 +39,8 @@ from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
 
+BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode == "draft" else mode for mode in MODES]
+
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -66,7 +68,7 @@ def plain(engine: Callable[[str], Path], models: Path) -> Callable[[str], list[O
     return outcomes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BUILT)
 def test_speculation_changes_nothing(
     engine: Callable[[str], Path], plain: Callable[[str], list[Outcome]], mode: str
 ) -> None:
@@ -75,7 +77,7 @@ def test_speculation_changes_nothing(
     assert_speculation_changes_nothing(llm, plain("onnx"), mode)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BUILT)
 def test_the_words_are_those_of_eager(
     engine: Callable[[str], Path], plain: Callable[[str], list[Outcome]], models: Path, mode: str
 ) -> None:
@@ -161,7 +163,7 @@ def test_threads_do_not_spin_between_steps(engine: Callable[[str], Path]) -> Non
     packed(llm)
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.long), "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
     config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)
     build_engine(models / "target", tmp_path / "none", None, config)
@@ -173,7 +175,9 @@ def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: P
     }
 
 
-@pytest.mark.parametrize("kind", [Kind("pack-quantized", 8, 32), Kind("gptq", 8, 64)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Kind("pack-quantized", 8, 32), marks=pytest.mark.long), Kind("gptq", 8, 64)], ids=str
+)
 def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
     """Logprobs of a checkpoint with 8-bit weights in groups are eager's, except in rows with a tie.
 
@@ -195,7 +199,7 @@ def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
     assert ours.std() > 0.1
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BUILT)
 def test_onnx_finds_nothing_wrong_with_the_graphs(engine: Callable[[str], Path], mode: str) -> None:
     """Graphs pass ONNX's checks with and without bodies of our ops. All graphs refer to the same file of weights."""
     for facts in json.loads((engine(mode) / "config.json").read_text())["executables"].values():

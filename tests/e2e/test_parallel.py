@@ -59,7 +59,9 @@ def reference(target: Path, makers: dict[str, Make]) -> Refer:
     return lambda mode, dtype, k: compute(mode, dtype, enough(mode, k))
 
 
-@pytest.mark.parametrize(("k", "dtype"), [(1, "float32"), (3, "bfloat16"), (5, "float32")])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(1, "float32"), (3, "bfloat16"), pytest.param(5, "float32", marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_drafts_right_and_wrong_at_every_place(
     makers: dict[str, Make], reference: Refer, mode: str, k: int, dtype: str
@@ -87,7 +89,7 @@ def test_its_own_drafts(makers: dict[str, Make], reference: Refer, mode: str) ->
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
-@pytest.mark.parametrize("rows", [1, 4, 17])
+@pytest.mark.parametrize("rows", [1, 4, pytest.param(17, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", MODES)
 def test_chunks_of_prompts(makers: dict[str, Make], reference: Refer, mode: str, rows: int) -> None:
     """Prompts in chunks change no draft. Masks after a chunk are at the positions of the next chunk's tokens."""

@@ -43,12 +43,11 @@ class Kind:
 
 
 KINDS = (
-    Kind("eagle"),
     Kind("medusa"),
     Kind("mlp_speculator", ("--tie-weights", "--inner-size", "48")),
     Kind("mtp"),
-    Kind("mtp", ("--modules", str(K)), (("vanilla", True),)),
 )
+LONG_KINDS = (Kind("eagle"), Kind("mtp", ("--modules", str(K)), (("vanilla", True),)))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +84,9 @@ def plain(folder: Path) -> list[Sequence[int]]:
     return generate(LLM(folder / "target", dtype="float32"))[0]
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(kind, marks=pytest.mark.long) for kind in LONG_KINDS)], ids=str
+)
 def test_what_training_learns_is_what_the_engine_runs(
     folder: Path, tmp_path: Path, plain: list[Sequence[int]], kind: Kind
 ) -> None:
@@ -107,6 +108,7 @@ def test_what_training_learns_is_what_the_engine_runs(
     assert length == pytest.approx(lengths["trained"], abs=0.06)
 
 
+@pytest.mark.long
 def test_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     """A killed run goes on where it was, and learns the same as an uninterrupted one."""
     medusa = next(kind for kind in KINDS if kind.name == "medusa")

@@ -85,7 +85,9 @@ STAGES: dict[str, Callable[[Path], bool]] = {
 }
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", ["training", *(pytest.param(s, marks=pytest.mark.long) for s in STAGES if s != "training")]
+)
 def test_killed_at_any_stage_it_goes_on(folder: Path, whole: Path, tmp_path: Path, stage: str) -> None:
     command, run = arguments(folder, tmp_path / "head"), tmp_path / "head.run"
     process = start(command)

@@ -212,8 +212,8 @@ def _link_flags(told: Mapping[str, Any]) -> list[str]:
 def _kept_object(source: str, command: Sequence[str]) -> Path:
     """Path of the object file of `source` in the cache folder, which exists.
 
-    Its name is a digest of all that the object depends on: the source without the comment lines in which Inductor
-    lists its own commands; the command; the compiler; the processor; torch's headers.
+    Its name is a digest of all that the object depends on: source, command, compiler, processor and torch's version.
+    Comment lines are left out, as Inductor lists its own commands in them.
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
