@@ -1,27 +1,37 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
+.PHONY: demo check test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
     contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint docs test-docs \
     format clean
 
 demo: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.demo $(ARGS)
 
+PYTEST := $(BIN)/python -m pytest -q
+TWO := -n 2 --dist loadfile --no-loadscope-reorder # by files, in the order of tests/conftest.py
+
+# What is most often wrong, within two minutes: style, types, the tests of parts, and whole engines run op by op.
+check: .venv/.dev .venv/.plugins
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & mypy=$$!; $(PYTEST) $(TWO) -m 'not long and not slow' $(CHECKED); tests=$$?; wait $$mypy && exit $$tests
+
+CHECKED := tests/unit tests/e2e/test_lossless.py tests/e2e/test_prefix_reuse.py tests/models/test_invariance.py
+
 # Ends with the short form of test-triton, which has its own venv, made once. It is skipped where Triton is not
 # available.
 test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	TRTSPEC_PLUGINS=0 $(BIN)/python -m pytest -q tests/unit/test_ops_*.py
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not long and not docker and not wheel and not docs'
+	$(BIN)/mypy & mypy=$$!; TRTSPEC_PLUGINS=0 $(PYTEST) tests/unit/test_ops_*.py; tests=$$?; wait $$mypy && exit $$tests
+	$(PYTEST) $(TWO) -m 'not long and not docker and not wheel and not docs'
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # 5: no Triton
 	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
 
 # Tests that take too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m long
+	$(PYTEST) $(TWO) -m long
 
 # Execute Dockerfile.cpu in a scratch root and serve from there. It needs root and Linux, but no container engine.
 test-docker: .venv/.dev

@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread, no cache of engines, no Hub, and a stand-in for a GPU.
+"""Settings of all tests: one thread, no cache of engines, no Hub, a stand-in for a GPU, and the order of files.
 
 Models are tiny, and two pools of threads on few cores would only wait for each other.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,28 @@ from tests.async_stand_in import HostQueue, random_delay
 
 os.environ["TRTSPEC_CACHE"] = "off"  # starts from a checkpoint run op by op, unless a test says otherwise
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once; tests use no server but their own
+
+
+FIRST = [
+    "e2e/test_demo.py",
+    "e2e/test_engine.py",
+    "e2e/test_tensorrt_runtime.py",
+    "e2e/test_onnx_engine.py",
+    "e2e/test_fp8_checkpoints.py",
+    "unit/test_tensorrt_compile.py",
+    "e2e/test_tensorrt_network.py",
+    "plugins/test_cpu_graphs.py",
+    "e2e/test_cache.py",
+    "plugins/test_graph_loops.py",
+    "serve/test_live_view.py",
+    "serve/test_serve_faults.py",
+]
+"""Files that take longest: they begin first, so that no process is left alone with one at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    place = {Path(__file__).parent / name: i for i, name in enumerate(FIRST)}
+    items.sort(key=lambda item: place.get(item.path, len(FIRST)))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -26,6 +26,8 @@ from tests.async_stand_in import HostQueue
 from trtspec.build import wiring
 from trtspec.engine.overlap import OverlapLoop
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = Shape(hidden=64, layers=6, intermediate=96, heads=4, kv_heads=2, vocab=320, head_dim=32)
 TICK = 1e-3  # seconds between two recorded moments

@@ -19,6 +19,8 @@ from benchmarks.peers.results import Start
 from benchmarks.peers.runner import Runner
 from tests.unit.peer_runs import OURS, ROOT, THEIRS
 
+pytestmark = pytest.mark.slow
+
 FAKE_PEER = """
 import os, subprocess, sys, time
 from benchmarks.peers.worker import Stopwatch, serve

@@ -18,6 +18,8 @@ from trtspec.gguf.file import GgufFile
 from trtspec.gguf.folder import write_texts
 from trtspec.gguf.shard import GgufShard
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:

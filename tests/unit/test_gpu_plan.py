@@ -25,6 +25,8 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.step import Step
 from trtspec.models.layers import weight_bytes
 
+pytestmark = pytest.mark.slow
+
 MUCH = 10**10
 
 

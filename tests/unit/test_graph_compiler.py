@@ -15,7 +15,7 @@ from trtspec.backends.aoti.graph_compiler import GraphCompiler
 from trtspec.errors import EngineError
 
 COMPILER = shutil.which("g++")
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no g++")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(COMPILER is None, reason="there is no g++")]
 
 
 class Twice(nn.Module):

@@ -26,6 +26,8 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.hub.folders import checkpoint_folder
 from trtspec.models.weights import weight_files
 
+pytestmark = pytest.mark.slow
+
 ASK = """
 import json, sys
 from trtspec.errors import TrtSpecError

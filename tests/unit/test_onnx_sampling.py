@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 onnx = pytest.importorskip("onnx", reason="pip install 'trtspec[onnx]'")
 ort = pytest.importorskip("onnxruntime", reason="pip install 'trtspec[onnx]'")
 

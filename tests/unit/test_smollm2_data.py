@@ -20,6 +20,8 @@ from trtspec import LLM, SamplingParams
 from trtspec.methods.hidden_states.shards import ShardReader, shards_of
 from trtspec.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 WORDS = [f"word{i}" for i in range(40)]
 PROBLEM = '''def total(numbers, start):

@@ -38,6 +38,8 @@ from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, DependencyError, EngineError
 from trtspec.interop.reading import read_speculative_config
 
+pytestmark = pytest.mark.slow
+
 SIZES = Sizes(batch_size=8, rows=32, draft_len=K, columns=26, blocks=41, block_size=4)
 
 
