@@ -33,6 +33,7 @@ from trtspec import LLM
 from trtspec.sampling_params import sample_seed
 
 DTYPES = ("float32", "bfloat16")
+SLOW: dict[str, Any] = {"float32": (), "bfloat16": pytest.mark.slow}
 CASES = draw_cases(200, seed=7)
 K = 3
 MODES: dict[str, dict[str, Any]] = {
@@ -82,7 +83,10 @@ def reference(target: Path) -> Callable[[str], list[Outcome]]:
     return functools.cache(lambda dtype: plain(target, dtype, CASES))
 
 
-@pytest.fixture(scope="module", params=[(mode, dtype) for dtype in DTYPES for mode in MODES], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((mode, dtype), marks=SLOW[dtype], id=f"{mode}-{dtype}") for dtype in DTYPES for mode in MODES],
+)
 def scenario(
     request: pytest.FixtureRequest, target: Path, draft: Path, reference: Callable[[str], list[Outcome]]
 ) -> Scenario:

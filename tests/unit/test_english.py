@@ -8,6 +8,8 @@ import pytest
 
 from tests.english import MEAN_WORDS, mean_words, num_words, problems, sentences
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("trtspec", "plugins", "build_scripts", "benchmarks", "examples", "tests")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -12,6 +12,8 @@ from tests.unit.tokenizer_kinds import TOKENIZERS
 from trtspec.errors import RequestError
 from trtspec.text import IncrementalDetokenizer, StopMatcher, TextStream, Tokenizer
 
+pytestmark = pytest.mark.slow
+
 unicode_text = st.text(st.characters(codec="utf-8"), max_size=20) | st.text(
     st.sampled_from("the qu\n é日本😀👩\u200d👧e\u0301\ufffd"), max_size=20
 )

@@ -20,6 +20,8 @@ from trtspec.train.export import export
 from trtspec.train.generate import continue_windows, greedy
 from trtspec.train.language_model import LanguageModel, initialise, llama_spec
 
+pytestmark = pytest.mark.slow
+
 VOCAB = 300
 TEXT = "def f(x):\n    return x + 1\n"
 

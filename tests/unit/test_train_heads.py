@@ -36,6 +36,8 @@ from trtspec.train.head import HeadOptions
 from trtspec.train.training_batches import LAST_STATE, TrainingBatch, observe
 from trtspec.train.unrolled import HeadLoss, unroll
 
+pytestmark = pytest.mark.slow
+
 VOCAB, LAYERS, K, SEQ, BATCH = 40, 2, 3, 14, 2
 TARGET = {"vocab_size": VOCAB, "num_hidden_layers": LAYERS, "tie_word_embeddings": True}
 

@@ -16,6 +16,8 @@ from trtspec.train.data import Windows
 from trtspec.train.language_model import LanguageModel, distillation_loss, initialise, llama_spec, next_token_loss
 from trtspec.train.trainer import Stage, TrainConfig, Trainer
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 
 
