@@ -17,7 +17,7 @@ check: .venv/.dev .venv/.plugins
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & mypy=$$!; $(PYTEST) $(TWO) -m 'not long and not slow' $(CHECKED); tests=$$?; wait $$mypy && exit $$tests
 
-CHECKED := tests/unit tests/e2e/test_lossless.py tests/e2e/test_prefix_reuse.py
+CHECKED := tests/unit tests/e2e/test_lossless.py
 
 # Ends with the short form of test-triton, which has its own venv, made once. It is skipped where Triton is not
 # available.

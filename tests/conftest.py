@@ -6,6 +6,7 @@ Models are tiny, and two pools of threads on few cores would only wait for each 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ os.environ["TRTSPEC_CACHE"] = "off"  # starts from a checkpoint run op by op, un
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once; tests use no server but their own
 
 
+SLOW_FILE = re.compile(r"^pytestmark = \[?pytest\.mark\.slow\b", re.MULTILINE)
 FIRST = [
     "e2e/test_demo.py",
     "e2e/test_engine.py",
@@ -33,6 +35,13 @@ FIRST = [
     "serve/test_serve_faults.py",
 ]
 """Files that take longest: they begin first, so that no process is left alone with one at the end."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not even import a file whose tests are all slow where slow tests are left out."""
+    if collection_path.suffix != ".py" or "not slow" not in config.option.markexpr:
+        return None
+    return True if SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,8 +32,6 @@ from trtspec.train.trainer import Stage, TrainConfig, Trainer
 from trtspec.train.training_batches import TrainingBatch, frequent_tokens
 from trtspec.train.unrolled import STEP_WEIGHT, HeadLoss, Objective
 
-pytestmark = pytest.mark.slow
-
 VOCAB, LAYERS, K, SEQ = 40, (0, 1), 4, 20
 SOME_IDS = torch.arange(0, VOCAB, 2)
 
