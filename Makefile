@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo check test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer contract-smollm2 contract-speculators smollm2 soak wheel test-wheel bench bench-gpu lint docs test-docs \
+    contract-flashinfer contract-smollm2 contract-speculators smollm2 mutation soak wheel test-wheel bench bench-gpu lint docs test-docs \
     format clean
 
 demo: .venv/.gguf .venv/.plugins
@@ -101,6 +101,10 @@ smollm2: .venv/.gguf .venv/.plugins
 # under build/.
 contract-speculators: .venv/.dev .venv/.plugins
 	$(BIN)/python tests/contract/run_speculators.py
+
+# Share of the changed lines of kv/, verify/, the scheduler, the chain and the table of methods that tests notice.
+mutation: .venv/.dev .venv/.plugins
+	$(BIN)/python tests/contract/run_mutation.py
 
 # Many clients at the server for minutes. Then the same while the engine's process is killed every 30 seconds.
 soak: .venv/.dev .venv/.plugins

@@ -348,7 +348,7 @@ def test_screenshots(open_view: Callable[..., View], tmp_path: Path) -> None:
             view = open_view(server, color_scheme=scheme)
             with ThreadPoolExecutor(24) as pool:
                 list(pool.map(others, range(24)))
-            prompt = asked.format("Write a Python function that says whether a string is a palindrome.")
-            view.settings(prompt=prompt, max_tokens=160, temperature=0, seed=7, compare=True, in_turn=True)
+            prompt = "Write a Python function that says whether a string is a palindrome."
+            view.settings(prompt=prompt, max_tokens=160, temperature=0, seed=7, compare=True, in_turn=True, chat=True)
             view.run("equal")
             view.page.screenshot(path=Path(os.environ["TRTSPEC_SCREENSHOTS"]) / f"live-{scheme}.png")
