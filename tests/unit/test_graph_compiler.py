@@ -96,7 +96,7 @@ def test_the_same_source_is_compiled_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_an_object_depends_on_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = graph_compiler._kept_object
+    kept = graph_compiler._object_name
     one = kept("int a;\n", ["g++", "-O2"])
     assert kept("int a;\n\n// g++ -c a.cpp\n", ["g++", "-O2"]) == one
     assert kept("int b;\n", ["g++", "-O2"]) != one
@@ -106,6 +106,24 @@ def test_what_an_object_depends_on_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert other != one
     monkeypatch.setattr(graph_compiler, "_predefined", lambda *command: "another processor")
     assert kept("int a;\n", ["g++", "-O2"]) not in (one, other)
+
+
+def test_objects_are_kept_where_nobody_else_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    assert graph_compiler._kept_objects() == cache / "trtspec"
+    for folder in (cache, cache / "trtspec"):
+        folder.chmod(0o777)
+        assert graph_compiler._kept_objects() is None
+        folder.chmod(0o755)
+    assert graph_compiler._kept_objects() == cache / "trtspec"
+    (cache / "trtspec").rename(tmp_path / "elsewhere")
+    (cache / "trtspec").symlink_to(tmp_path / "elsewhere")
+    assert graph_compiler._kept_objects() is None
+    (cache / "trtspec").unlink()
+    monkeypatch.setattr("os.geteuid", lambda: 12345)
+    assert graph_compiler._kept_objects() is None
 
 
 def test_an_object_that_was_not_finished_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 Inductor alone would compile one graph after the other, and AOTInductor's runtime with each graph. Here the runtime is
 compiled once. Objects stay in Inductor's cache folder (TORCHINDUCTOR_CACHE_DIR), so that the same C++ is compiled once
-on a machine.
+on a machine. They stay nowhere if others may write to that folder, as objects are code that is run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib.resources
 import json
 import os
 import shlex
+import stat
 import subprocess
 import tempfile
 import warnings
@@ -153,7 +154,7 @@ class GraphCompiler:
         self._sources += 1
         file.write_text(source, encoding="utf-8")
         command = [written.compiling["compiler"], *_compile_flags(written.compiling), *flags]
-        kept = _kept_object(source, command)
+        kept = (_kept_objects() or self._folder) / _object_name(source, command)
 
         def compile_it() -> Path:
             if not kept.is_file():
@@ -209,19 +210,28 @@ def _link_flags(told: Mapping[str, Any]) -> list[str]:
     return [*flags, *(f"-l{name}" for name in told["libraries"]), "-fopenmp"]
 
 
-def _kept_object(source: str, command: Sequence[str]) -> Path:
-    """Path of the object file of `source` in the cache folder, which exists.
-
-    Its name is a digest of all that the object depends on: source, command, compiler, processor and torch's version.
-    Comment lines are left out, as Inductor lists its own commands in them.
-    """
+def _kept_objects() -> Path | None:
+    """Folder of objects in Inductor's cache folder; None if another user may write to either folder."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+    cache = Path(cache_dir())
+    folder = cache / "trtspec"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for found in (cache.lstat(), folder.lstat()):
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            return None
+    return folder
+
+
+def _object_name(source: str, command: Sequence[str]) -> str:
+    """Name of the object file of `source`: a digest of all that the object depends on.
+
+    These are source, command, compiler, processor and torch's version. Comment lines are left out, as Inductor lists
+    its own commands in them.
+    """
     lines = [line for line in source.splitlines() if line and not line.startswith("//")]
     parts = (*lines, *command, _predefined(*command), str(torch.__version__))
-    folder = Path(cache_dir()) / "trtspec"
-    folder.mkdir(exist_ok=True)
-    return folder / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.o"
+    return f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()}.o"
 
 
 @functools.cache
