@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import PAGES, ROOT, blocks_of, run_blocks, run_page
 
-QUICK = ("README.md", "docs/quickstart.md")
+QUICK = ("README.md",)
 """Pages whose code `make test` runs; `make test-docs` runs all."""
 
 

@@ -103,7 +103,7 @@ def speculation(models: dict[str, Path], mode: str) -> dict[str, Any] | None:
     return {**fields, "model": str(models[mode])} if fields and mode in models else fields
 
 
-@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("overlaps", [True, pytest.param(False, marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", [mode for mode in SPECULATION if not mode.endswith("two_engine")])
 def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str, overlaps: bool) -> None:
     """Ids are those of eager decoding while requests of all kinds come and go.

@@ -98,7 +98,7 @@ def plain_outputs() -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("k", [1, 3, 7, *(pytest.param(k, marks=pytest.mark.long) for k in (2, 5))])
 def test_the_trained_head_loses_nothing(plain_outputs: dict[str, list[tuple[int, ...]]], k: int, dtype: str) -> None:
     """The trained head changes no output at any K.
 
@@ -123,15 +123,16 @@ def test_small_enough_to_ship(folders: tuple[str, ...], megabytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "modes"),
+    ("temperature", "modes", "backend"),
     [
-        ("0", ["ngram", "eagle3"]),
-        ("0.8", ["ngram", "eagle3"]),
-        pytest.param("0.8", ["ngram", "draft", "medusa", "mtp", "eagle3"], marks=pytest.mark.long),
+        ("0", ["ngram", "eagle3"], "eager"),
+        ("0.8", ["ngram", "draft", "eagle3"], "eager"),
+        pytest.param("0", ["ngram", "draft", "eagle3"], "aoti", marks=pytest.mark.long),
+        pytest.param("0.8", ["ngram", "draft", "medusa", "mtp", "eagle3"], "aoti", marks=pytest.mark.long),
     ],
 )
-def test_the_demo_runs_and_finds_every_mode_lossless(temperature: str, modes: list[str]) -> None:
-    arguments = ["--tiny", "--max-tokens", "8", "--temperature", temperature, "--modes", *modes]
+def test_the_demo_runs_and_finds_every_mode_lossless(temperature: str, modes: list[str], backend: str) -> None:
+    arguments = ["--tiny", "--max-tokens", "8", "--temperature", temperature, "--backend", backend, "--modes", *modes]
     done = subprocess.run(
         [sys.executable, "-m", "examples.demo", *arguments],
         cwd=DEMO.parents[1],

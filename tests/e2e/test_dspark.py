@@ -54,7 +54,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("threshold", [None, 0.4])
+@pytest.mark.parametrize("threshold", [0.4, pytest.param(None, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", DRAFTS)
 def test_no_token_changes(
     tmp_path: Path, target: Path, plain: list[Outcome], name: str, threshold: float | None

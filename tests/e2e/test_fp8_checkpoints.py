@@ -91,7 +91,7 @@ def test_a_compiled_engine(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_p
         assert run_together(eager.engine, CASES).outcomes == alone
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", [STATIC, pytest.param(ALONE, marks=pytest.mark.long)], ids=str)
 def test_on_onnx_runtime(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind) -> None:
     """ONNX Runtime's own operators for fp8 compute the engine. Its files hold one byte per weight."""
     output = built(checkpoints[kind], tmp_path / "engine", EngineConfig(backend="onnx", **LIMITS), models)
@@ -123,7 +123,7 @@ def test_a_network_of_tensorrts(
         assert made["none"] == run_alone(LLM(checkpoints[kind], num_kv_blocks=128, **LIMITS).engine, CASES[:12])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_step_is_what_its_network_computes(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, dtype: str
 ) -> None:

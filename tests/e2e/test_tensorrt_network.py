@@ -29,7 +29,8 @@ from trtspec.errors import UnsupportedError
 from trtspec.methods.step import OneEngineStep
 
 
-@pytest.mark.parametrize("uniform", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ragged", "uniform"])
+@pytest.mark.long
+@pytest.mark.parametrize("uniform", [False, True], ids=["ragged", "uniform"])
 def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Recorder], uniform: bool) -> None:
     """The network returns the outputs of every recorded batch.
 

@@ -131,7 +131,9 @@ def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", ["none", "ngram", pytest.param("draft", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("none", marks=pytest.mark.long), "ngram", pytest.param("draft", marks=pytest.mark.long)]
+)
 def test_attention_of_tensorrts_own(
     trt: TensorRT, plain: list[Outcome], models: Path, tmp_path: Path, mode: str
 ) -> None:

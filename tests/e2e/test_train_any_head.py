@@ -45,9 +45,8 @@ class Kind:
 KINDS = (
     Kind("medusa"),
     Kind("mlp_speculator", ("--tie-weights", "--inner-size", "48")),
-    Kind("mtp"),
 )
-LONG_KINDS = (Kind("eagle"), Kind("mtp", ("--modules", str(K)), (("vanilla", True),)))
+LONG_KINDS = (Kind("eagle"), Kind("mtp"), Kind("mtp", ("--modules", str(K)), (("vanilla", True),)))
 
 
 @pytest.fixture(scope="module")

@@ -87,6 +87,7 @@ def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path:
 # -- interruptions ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_stopped_and_killed_it_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
     small = ("--steps", "40", "--batch-size", "4", "--regenerate", "16", "--checkpoint-seconds", "0")
     command = arguments(folder, tmp_path / "head", *small)

@@ -74,7 +74,7 @@ def compiled(
     ("mode", "role", "attention"),
     [
         ("draft", "draft", "native"),
-        ("eagle3_two_engine", "draft", "plugin"),
+        pytest.param("eagle3_two_engine", "draft", "plugin", marks=pytest.mark.long),
     ],
 )
 def test_what_is_asked_for_is_what_is_written_down(
