@@ -46,6 +46,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {Path(__file__).parent / name: i for i, name in enumerate(FIRST)}
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.timeout(1800))
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))
 
 
