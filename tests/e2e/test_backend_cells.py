@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.async_stand_in import HostQueue
 from tests.contract.modes import LIMITS, RECIPES, Models
-from tests.e2e.test_tensorrt_runtime import cuda, trt
+from tests.e2e.tensorrt_engines import cuda, kernels, trt
 from tests.e2e.tiny import assert_all_blocks_free, run_together
 from tests.tensorrt_stand_in import TensorRT
 from trtspec import LLM, SamplingParams
@@ -27,7 +27,7 @@ from trtspec.errors import UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
-__all__ = ["cuda", "trt"]  # fixtures
+__all__ = ["cuda", "kernels", "trt"]  # fixtures
 PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "build-engines.md"
 K = 3
 TIGHT = {"num_kv_blocks": 14}

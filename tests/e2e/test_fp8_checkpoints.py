@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, make_models, packed, speculation, wishes
-from tests.e2e.test_tensorrt_runtime import CONFIG, cuda, trt
+from tests.e2e.tensorrt_engines import cuda, kernels, trt
+from tests.e2e.test_tensorrt_runtime import CONFIG
 from tests.e2e.tiny import run_alone, run_together
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT
@@ -31,7 +32,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.errors import EngineError
 from trtspec.interop.reading import read_speculative_config
 
-__all__ = ["cuda", "trt"]  # fixtures
+__all__ = ["cuda", "kernels", "trt"]  # fixtures
 STATIC, ALONE = Fp8Kind("hf_quant_config"), Fp8Kind("compressed-tensors", per_channel=True, inputs="dynamic")
 KINDS = [STATIC, ALONE]
 

@@ -299,6 +299,7 @@ def test_an_engine_that_dies_is_said_to_have(open_view: Callable[..., View], mod
         view.settings(max_tokens=8)
         view.run("Done")
         expect(view.page.locator("#problem")).to_be_hidden()
+        view.page.close()  # before the server ends, which the page would complain of
 
 
 def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(

@@ -69,8 +69,8 @@ def test_it_comes_while_something_runs_or_came_and_not_else(caplog: pytest.LogCa
     assert (line["acceptance_length"], line["accepted_tokens"], line["drafted_tokens"]) == (2.0, 2, 6)
     assert line["tokens_per_step"] == round(5 / 3, 3)
     assert line["acceptance_per_position"] == [0.5, 0.5, 0.0]
-    assert line["generated_tokens_per_second"] == pytest.approx(6 / line["seconds"], abs=0.1)
-    assert line["prompt_tokens_per_second"] == pytest.approx(5 / line["seconds"], abs=0.1)
+    assert line["generated_tokens_per_second"] == pytest.approx(6 / line["seconds"], abs=0.2)  # both are rounded
+    assert line["prompt_tokens_per_second"] == pytest.approx(5 / line["seconds"], abs=0.2)
     json.dumps(line, allow_nan=False)
 
 

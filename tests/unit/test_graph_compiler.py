@@ -76,23 +76,26 @@ def test_a_compiler_that_is_gone(tmp_path: Path) -> None:
         graph_compiler._run([str(tmp_path / "none" / "g++"), "-c", "a.cpp"])
 
 
-def compiled(folder: Path) -> int:
-    """Number of sources that were compiled to build a graph."""
+def compiled(folder: Path, source: str) -> int:
+    """Number of times that the compiler ran to make the object file of `source`, which is returned to two callers."""
     log = folder / "compiled"
     log.write_text("")
     compiler = failing(folder, "*trtspec-*.cpp*", f"echo x >> {log}")
-    with torch._inductor.config.patch({"cpp.cxx": (None, str(compiler))}), GraphCompiler({}) as graphs:
-        graphs.add(program(), folder / "a.pt2")
+    none: list[str] = []
+    told = {"compiler": str(compiler), "cflags": none, "definitions": none, "include_dirs": none}
+    written = graph_compiler._Written(Path(), (), (), {**told, "passthrough_args": none}, {})
+    with GraphCompiler({}) as graphs:
+        first, second = (graphs._compile(source, written).result() for _ in range(2))
+    assert first == second
+    assert first.read_bytes()[:4] == b"\x7fELF"
     return len(log.read_text().split())
 
 
 def test_the_same_source_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    assert compiled(tmp_path) == 3  # the runtime, the calls, the kernels
-    first = torch._inductor.aoti_load_package(str(tmp_path / "a.pt2"))
-    assert compiled(tmp_path) == 0
-    again = torch._inductor.aoti_load_package(str(tmp_path / "a.pt2"))
-    assert first(torch.ones(2)).tolist() == again(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert compiled(tmp_path, "int one() { return 1; }") == 1
+    assert compiled(tmp_path, "int one() { return 1; }") == 0
+    assert compiled(tmp_path, "int two() { return 2; }") == 1
 
 
 def test_what_an_object_depends_on_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
