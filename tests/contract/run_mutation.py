@@ -36,7 +36,7 @@ TESTS = [
     "tests/unit/test_spec_plan_refusals.py", "tests/unit/test_config_speculative.py", "tests/e2e/test_prefix_reuse.py",
     "tests/e2e/test_guided.py",
 ]  # fmt: skip
-KILLED = {1: "killed", 3: "killed", 0: "survived", 5: "no tests", 33: "no tests"}
+OUTCOMES = {1: "killed", 3: "killed", 0: "survived", 5: "no tests", 33: "no tests", 34: "skipped", None: "not run"}
 
 
 def main(arguments: list[str]) -> int:
@@ -79,11 +79,11 @@ def _results(mutants: Path) -> Iterator[tuple[str, Counter[str]]]:
         codes = json.loads(file.read_text(encoding="utf-8"))["exit_code_by_key"].values()
         if codes:
             name = str(file.relative_to(mutants)).removesuffix(".meta")
-            yield name, Counter(KILLED.get(code, "timeout") for code in codes)
+            yield name, Counter(OUTCOMES.get(code, "timeout or crash") for code in codes)
 
 
 def _say(name: str, found: Counter[str]) -> None:
-    killed = found["killed"] + found["timeout"]
+    killed = found["killed"] + found["timeout or crash"]
     print(f"{name:42} {killed:5} of {found.total():5} killed ({killed / found.total():.1%}); {dict(found)}")
 
 

@@ -125,6 +125,9 @@ def test_objects_are_kept_where_nobody_else_may_write(tmp_path: Path, monkeypatc
     (cache / "trtspec").symlink_to(tmp_path / "elsewhere")
     assert graph_compiler._kept_objects() is None
     (cache / "trtspec").unlink()
+    (cache / "trtspec").touch()
+    assert graph_compiler._kept_objects() is None
+    (cache / "trtspec").unlink()
     monkeypatch.setattr("os.geteuid", lambda: 12345)
     assert graph_compiler._kept_objects() is None
 

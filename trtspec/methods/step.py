@@ -257,7 +257,7 @@ class HeadStep(Step):
         super().__init__(functional)
         if worker.head.reads_target_kv:
             raise UnsupportedError(
-                "these draft layers read the target's KV, which a launch of its own does not have; draft inside "
+                "these draft layers read the target's KV, which a separate launch does not have; draft inside "
                 "the target's graph: one_engine=True"
             )
         self.worker = worker

@@ -211,12 +211,15 @@ def _link_flags(told: Mapping[str, Any]) -> list[str]:
 
 
 def _kept_objects() -> Path | None:
-    """Folder of objects in Inductor's cache folder; None if another user may write to either folder."""
+    """Folder of objects in Inductor's cache folder; None if it cannot be made or another user may write to either."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     cache = Path(cache_dir())
     folder = cache / "trtspec"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError:
+        return None
     for found in (cache.lstat(), folder.lstat()):
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
             return None
