@@ -17,8 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 
-from examples.smollm2.__main__ import HEAD, model_folder
+from examples.demo.engines import build_missing
+from examples.smollm2.__main__ import model_folder
 from tests.serve.chromium import installed
 from tests.serve.live_page import View, choice, one, shown, steps_of
 from tests.serve.page_checks import CONTRAST, UNLABELLED
@@ -331,13 +333,14 @@ def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
 
 @pytest.mark.skipif("TRTSPEC_SCREENSHOTS" not in os.environ, reason="TRTSPEC_SCREENSHOTS names no folder to write to")
 def test_screenshots(open_view: Callable[..., View], tmp_path: Path) -> None:
-    """Take screenshots of real runs of the demo's assistant.
+    """Take screenshots of real runs of the demo's assistant, compiled as `make demo` compiles it.
 
     Other requests run before for half a minute, so that the charts show something.
     """
-    eagle3 = {"method": "eagle3", "model": str(HEAD), "num_speculative_tokens": 3}
+    model_folder()  # downloads the assistant
+    engine = build_missing(["assistant-eagle3"], Console())["assistant-eagle3"]
     asked = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-    with running(model_folder(), tmp_path / "assistant.log", eagle3, LIMITS) as server:
+    with running(engine, tmp_path / "assistant.log") as server:
 
         def others(i: int) -> None:
             prompt = asked.format(f"Write a Python function that returns the sum of {i} numbers.")
