@@ -19,19 +19,23 @@ check: .venv/.dev .venv/.plugins
 
 CHECKED := tests/unit tests/e2e/test_lossless.py
 
-# Ends with the short form of test-triton, which has its own venv, made once. It is skipped where Triton is not
-# available.
+# The tests of the ops run without C++ kernels here, and with them in `make check`. The short form of test-triton has its
+# own venv, made once; it is skipped where Triton is not available.
 test: .venv/.dev .venv/.plugins build/chromium/.made
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy & mypy=$$!; TRTSPEC_PLUGINS=0 $(PYTEST) tests/unit/test_ops_*.py; tests=$$?; wait $$mypy && exit $$tests
-	$(PYTEST) $(TWO) -m 'not long and not docker and not wheel and not docs'
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n 2 tests/plugins/test_triton_*.py || test $$? -eq 5 # 5: no Triton
-	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py
+	$(BIN)/mypy & mypy=$$!; TRTSPEC_PLUGINS=0 $(PYTEST) $(OPS); tests=$$?; wait $$mypy && exit $$tests
+	$(PYTEST) $(TWO) -m 'not long and not docker and not wheel and not docs' --ignore-glob='$(OPS)'
+	TRTSPEC_TRITON_SHORT=1 $(BIN)/python tests/contract/run_triton.py & server=$$!; \
+	    $(INTERPRETED) -m 'not long'; tests=$$?; wait $$server && test $$tests -eq 0 -o $$tests -eq 5 # 5: no Triton
+
+OPS := tests/unit/test_ops_*.py
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) -n 2 tests/plugins/test_triton_*.py
 
 # Tests that take too long for `make test`.
 test-long: .venv/.dev .venv/.plugins
 	$(PYTEST) $(TWO) -m long
+	$(INTERPRETED) -m long || test $$? -eq 5
 
 # Execute Dockerfile.cpu in a scratch root and serve from there. It needs root and Linux, but no container engine.
 test-docker: .venv/.dev

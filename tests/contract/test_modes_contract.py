@@ -8,7 +8,18 @@ import pytest
 
 from tests.contract.modes import RECIPES, WITHOUT_DRAFTS, Cell, Models, check
 from tests.contract.run_modes import table
-from trtspec.modes import SpeculativeDecodingMode
+from trtspec.modes import SpeculativeDecodingMode as M
+
+QUICK = {
+    M.MTP,
+    M.MTP_EAGLE,
+    M.EAGLE3,
+    M.DRAFT_TARGET_ONE_MODEL,
+    M.SUFFIX,
+    M.EAGLE_ONE_MODEL,
+    M.MLP_SPECULATOR,
+    M.DFLASH,
+}
 
 
 @pytest.fixture(scope="module")
@@ -17,11 +28,15 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def test_every_mode_has_its_cells() -> None:
-    assert {*RECIPES, *WITHOUT_DRAFTS} == {*SpeculativeDecodingMode}
+    assert {*RECIPES, *WITHOUT_DRAFTS} == {*M}
 
 
-@pytest.mark.parametrize("mode", RECIPES, ids=lambda mode: mode.name)
-def test_speculation_changes_nothing_and_nothing_is_lost(models: Models, mode: SpeculativeDecodingMode) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.long) for mode in RECIPES],
+    ids=lambda mode: mode.name,
+)
+def test_speculation_changes_nothing_and_nothing_is_lost(models: Models, mode: M) -> None:
     cell = check(models, mode, 3, "eager")
     assert cell.verdict == "holds"
     assert cell.acceptance_length > 1
@@ -32,7 +47,7 @@ def test_what_a_cell_would_say_of_a_drafter_that_is_never_wrong(
 ) -> None:
     """A cell whose drafter is never wrong does not hold, because such a run tests nothing of rewinding."""
     monkeypatch.setattr(models, "oracle", lambda: _always_right(models))
-    cell = check(models, SpeculativeDecodingMode.USER_PROVIDED, 2, "eager")
+    cell = check(models, M.USER_PROVIDED, 2, "eager")
     assert cell.verdict.startswith("acceptance [1.0, ")
 
 

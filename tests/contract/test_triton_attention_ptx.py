@@ -52,8 +52,19 @@ def compiled(architecture: int, head_dim: int, pairs: int, split: bool, tree: bo
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("architecture", "configuration"),
+    [
+        *((architecture, CONFIGURATIONS[0]) for architecture in ARCHITECTURES),
+        *((90, configuration) for configuration in CONFIGURATIONS[1:]),
+        *(
+            pytest.param(architecture, configuration, marks=pytest.mark.long)
+            for architecture in set(ARCHITECTURES) - {90}
+            for configuration in CONFIGURATIONS[1:]
+        ),
+    ],
+    ids=str,
+)
 def test_products_are_the_same_instruction_everywhere(architecture: int, configuration: Any) -> None:
     """Products are the same instruction everywhere, also where a wider matrix would have wgmma or tcgen05.
 

@@ -32,7 +32,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "tasks" / "build-engines.md"
 K = 3
 TIGHT = {"num_kv_blocks": 14}
 CUDA = [mode for mode in RECIPES if BACKENDS["cuda"].lists(mode)]
+QUICK = {M.MTP, M.EAGLE3, M.EAGLE3_ONE_MODEL, M.DRAFT_TARGET, M.NGRAM, M.MEDUSA, M.PARD}
 TENSORRT = [mode for mode in RECIPES if BACKENDS["tensorrt"].lists(mode)]
+
+
+def mode_name(mode: M) -> str:
+    return mode.name
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,9 @@ def assert_right(models: Models, llm: LLM, mode: M, k: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
-@pytest.mark.parametrize("mode", CUDA, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    "mode", [mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.long) for mode in CUDA], ids=mode_name
+)
 def test_a_gpu_s_ids_are_those_of_eager_decoding(models: Models, work: HostQueue, mode: M) -> None:
     """On the stand-in for a GPU, every listed mode returns the ids of eager decoding."""
     with models.open(mode, K, "cuda", RECIPES[mode].target, debug=True, **TIGHT) as llm:
@@ -69,7 +76,7 @@ def test_a_gpu_s_ids_are_those_of_eager_decoding(models: Models, work: HostQueue
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
-@pytest.mark.parametrize("mode", TENSORRT, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", TENSORRT, ids=mode_name)
 def test_a_plan_s_ids_are_those_of_eager_decoding(models: Models, trt: TensorRT, mode: M, tmp_path: Path) -> None:
     """On the stand-in for TensorRT, every listed mode returns the ids of eager decoding.
 
@@ -113,7 +120,7 @@ def refused(row: Backend, mode: M) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("mode", M, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", M, ids=mode_name)
 @pytest.mark.parametrize("row", BACKENDS.values(), ids=lambda row: row.name)
 def test_a_mode_that_no_test_has_run_is_refused_by_name(row: Backend, mode: M) -> None:
     """A backend refuses the modes it does not list, and its message names mode and backend.

@@ -232,7 +232,9 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(
+    "state", [state if state == "few blocks" else pytest.param(state, marks=pytest.mark.long) for state in STATES]
+)
 def test_a_chain_in_one_launch_speculates_as_one_pass_by_pass(
     models: dict[str, Path], work: HostQueue, state: str
 ) -> None:

@@ -97,8 +97,15 @@ def plain_outputs() -> dict[str, list[tuple[int, ...]]]:
     return outputs
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("k", [1, 3, 7, *(pytest.param(k, marks=pytest.mark.long) for k in (2, 5))])
+@pytest.mark.parametrize(
+    ("k", "dtype"),
+    [
+        (3, "float32"),
+        (7, "bfloat16"),
+        *(pytest.param(k, "float32", marks=pytest.mark.long) for k in (1, 2, 5, 7)),
+        *(pytest.param(k, "bfloat16", marks=pytest.mark.long) for k in (1, 2, 3, 5)),
+    ],
+)
 def test_the_trained_head_loses_nothing(plain_outputs: dict[str, list[tuple[int, ...]]], k: int, dtype: str) -> None:
     """The trained head changes no output at any K.
 
@@ -125,7 +132,6 @@ def test_small_enough_to_ship(folders: tuple[str, ...], megabytes: int) -> None:
 @pytest.mark.parametrize(
     ("temperature", "modes", "backend"),
     [
-        ("0", ["ngram", "eagle3"], "eager"),
         ("0.8", ["ngram", "draft", "eagle3"], "eager"),
         pytest.param("0", ["ngram", "draft", "eagle3"], "aoti", marks=pytest.mark.long),
         pytest.param("0.8", ["ngram", "draft", "medusa", "mtp", "eagle3"], "aoti", marks=pytest.mark.long),

@@ -53,9 +53,22 @@ def built(folder: Path, output: Path, config: EngineConfig, models: Path, mode: 
     return output
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", ["ngram", "eagle3"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "mode", "dtype"),
+    [
+        (STATIC, "eagle3", "bfloat16"),
+        (ALONE, "ngram", "float32"),
+        *(
+            pytest.param(STATIC, mode, dtype, marks=pytest.mark.long)
+            for mode, dtype in (("eagle3", "float32"), ("ngram", "bfloat16"), ("ngram", "float32"))
+        ),
+        *(
+            pytest.param(ALONE, mode, dtype, marks=pytest.mark.long)
+            for mode, dtype in (("ngram", "bfloat16"), ("eagle3", "bfloat16"), ("eagle3", "float32"))
+        ),
+    ],
+    ids=str,
+)
 def test_speculation_changes_nothing(
     models: Path, checkpoints: dict[Fp8Kind, Path], kind: Fp8Kind, mode: str, dtype: str
 ) -> None:
@@ -109,7 +122,8 @@ def test_on_onnx_runtime(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_pat
     assert [tensor.dtype for tensor in matrices] == 3 * 3 * [torch.float8_e4m3fn]  # o is so small that graphs hold it
 
 
-@pytest.mark.parametrize("kind", [STATIC, pytest.param(ALONE, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_network_of_tensorrts(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind
 ) -> None:

@@ -83,8 +83,15 @@ def other(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model
 
 
-@pytest.mark.parametrize("how", [None, "greedy"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        ("float32", None),
+        ("bfloat16", "greedy"),
+        pytest.param("float32", "greedy", marks=pytest.mark.long),
+        pytest.param("bfloat16", None, marks=pytest.mark.long),
+    ],
+)
 def test_outcomes_are_those_of_plain_decoding(target: Path, other: Path, dtype: str, how: str | None) -> None:
     """Outcomes are those of plain decoding, in a cache too small for all, with prompts in chunks.
 

@@ -21,6 +21,7 @@ from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, SamplingParams
 from trtspec.ops import load_plugins
 
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[2]
 K = 2
 DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)

@@ -117,7 +117,7 @@ def test_engines(models: Path, work: HostQueue) -> None:
     assert work.num_replayed > 50
 
 
-@pytest.mark.parametrize("mode", ["draft", "eagle3"])
+@pytest.mark.parametrize("mode", ["eagle3", pytest.param("draft", marks=pytest.mark.long)])
 def test_speculation_changes_nothing(models: Path, work: HostQueue, mode: str) -> None:
     plain = engines.alone(models / "target", CASES)
     with on_gpu(models / "target", wishes(mode, models, False), **LIMITS, **TIGHT) as llm:

@@ -114,7 +114,7 @@ class Drawn:
         return exact_joint(self.target)
 
 
-@pytest.fixture(scope="module", params=["draft_model", "ngram"])
+@pytest.fixture(scope="module", params=["draft_model", pytest.param("ngram", marks=pytest.mark.long)])
 def drawn(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     target = make_tiny(tmp_path_factory.mktemp("distribution"), "target")
     draft = perturbed(target, noise=0.5)

@@ -31,7 +31,7 @@ from trtspec.ops import gumbel_noise
 from trtspec.ops import logits as reference_logits
 from trtspec.ops import sample as reference_sample
 
-ROWS = int(os.environ.get("TRTSPEC_ROWS", "500"))
+ROWS = int(os.environ.get("TRTSPEC_ROWS", "250"))
 FORMS = {
     "reference": (reference_logits._reference, reference_sample._reference),
     "triton": (triton_logits.process_logits, triton_sample.spec_sample),

@@ -1,5 +1,7 @@
 """Compile packed_linear's kernels without a GPU, and print the instructions that multiply matrices, as JSON.
 
+Arguments: architectures, such as 90.
+
 It is its own process, because Triton decides when it is imported whether kernels are interpreted or compiled.
 """
 
@@ -7,13 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from trtspec_plugins.triton import linear
 
-ARCHITECTURES = (80, 90, 100, 120)
 POINTERS = {"bf16": ("*bf16", "*bf16"), "fp32": ("*fp32", "*fp32"), "fp8": ("*bf16", "*u8")}
 INTEGERS = ("T", "N", "K", "x_stride", "piece_steps")
 
@@ -48,11 +50,11 @@ def instructions(layout: str, architecture: int, kernel: object, rows: int, colu
     }
 
 
-def main() -> None:
+def main(architectures: list[int]) -> None:
     compiled = {}
     for layout in POINTERS:
         many = (16, 64, linear.MANY_FP32) if layout == "fp32" else (32, 128, linear.MANY)
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             for rows in (16,) if layout == "fp32" else (16, 32):
                 compiled[f"{layout} sm_{architecture} few {rows}"] = instructions(
                     layout, architecture, linear.few_rows_kernel, rows, linear.COLUMNS, linear.FEW
@@ -64,4 +66,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main([int(one) for one in sys.argv[1:]])

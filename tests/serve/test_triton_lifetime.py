@@ -36,7 +36,7 @@ load = pytest.fixture(layouts)
 
 
 @both
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: str, streaming: bool) -> None:
     model = load(layout)
     engine = model.models["tensorrt_llm"]
@@ -62,7 +62,7 @@ def test_the_metrics_tell_steps_with_drafts_from_those_without(load: Callable[..
     assert length == pytest.approx(stats.acceptance_length)
 
 
-@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("decoupled", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decoupled: bool) -> None:
     """A client that leaves is not waited for, also while its request waits for others, which fill the engine.
 
