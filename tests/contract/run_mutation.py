@@ -34,7 +34,7 @@ TESTS = [
     "tests/unit/test_batch.py", "tests/unit/test_workers.py", "tests/unit/test_worker_drafts.py",
     "tests/unit/test_draft_model_worker.py", "tests/unit/test_spec_plan.py", "tests/unit/test_spec_plan_method.py",
     "tests/unit/test_spec_plan_refusals.py", "tests/unit/test_config_speculative.py", "tests/e2e/test_prefix_reuse.py",
-    "tests/e2e/test_guided.py",
+    "tests/e2e/test_guided.py", "tests/e2e/test_mtp.py",
 ]  # fmt: skip
 OUTCOMES = {1: "killed", 3: "killed", 0: "survived", 5: "no tests", 33: "no tests", 34: "skipped", None: "not run"}
 
@@ -68,10 +68,11 @@ def _copy(tree: Path) -> None:
         "only_mutate": MUTATED,
         "also_copy": ["README.md", "docs", "tests", "build_scripts", "examples", "benchmarks", "plugins"],
         "pytest_add_cli_args_test_selection": TESTS,
-        "pytest_add_cli_args": ["-p", "no:xdist", "-m", "not slow"],
+        "pytest_add_cli_args": ["-p", "no:xdist", "-m", "not slow and not long"],
     }
     settings = "".join(f"{name}=\n" + "".join(f"    {value}\n" for value in values) for name, values in lists.items())
-    (tree / "setup.cfg").write_text(f"[mutmut]\nsource_paths=trtspec/\n{settings}", encoding="utf-8")
+    settings = f"[mutmut]\nsource_paths=trtspec/\ntimeout_multiplier=3\n{settings}"
+    (tree / "setup.cfg").write_text(settings, encoding="utf-8")
 
 
 def _results(mutants: Path) -> Iterator[tuple[str, Counter[str]]]:
