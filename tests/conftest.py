@@ -5,6 +5,7 @@ Models are tiny, and two pools of threads on few cores would only wait for each 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.timeout(1800))
     items.sort(key=lambda item: place.get(item.path, len(FIRST)))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let the garbage collector pass over what thousands of collected tests and their modules hold."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -66,11 +66,11 @@ def greedy_outputs() -> list[tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("method", "folder", "least"),
     [
-        ("draft_model", "draft", 2.1),
         ("eagle3", "eagle3", 2.8),
-        ("eagle", "eagle", 2.6),
-        ("medusa", "medusa", 1.5),
-        ("mtp", "mtp", 2.8),
+        pytest.param("draft_model", "draft", 2.1, marks=pytest.mark.long),
+        pytest.param("eagle", "eagle", 2.6, marks=pytest.mark.long),
+        pytest.param("medusa", "medusa", 1.5, marks=pytest.mark.long),
+        pytest.param("mtp", "mtp", 2.8, marks=pytest.mark.long),
     ],
 )
 def test_drafts_agree_with_the_target_on_held_out_files(

@@ -105,7 +105,8 @@ def test_a_compiled_engine(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_p
         assert run_together(eager.engine, CASES).outcomes == alone
 
 
-@pytest.mark.parametrize("kind", [STATIC, pytest.param(ALONE, marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_on_onnx_runtime(models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, kind: Fp8Kind) -> None:
     """ONNX Runtime's own operators for fp8 compute the engine. Its files hold one byte per weight."""
     output = built(checkpoints[kind], tmp_path / "engine", EngineConfig(backend="onnx", **LIMITS), models)

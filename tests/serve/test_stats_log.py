@@ -74,7 +74,9 @@ def test_it_comes_while_something_runs_or_came_and_not_else(caplog: pytest.LogCa
     json.dumps(line, allow_nan=False)
 
 
-@pytest.mark.parametrize("options", [[], ["--disable-log-stats"]], ids=["on", "off"])
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--disable-log-stats"], marks=pytest.mark.long)], ids=["on", "off"]
+)
 def test_a_server_writes_it_unless_told_not_to(model: Path, tmp_path: Path, options: list[str]) -> None:
     """A server writes its lines, here five per second, unless told not to; the engine's own process writes none."""
     command = [sys.executable, "-c", QUICK + RUN, "serve", "--model", str(model), "--port", "0", *options]

@@ -254,6 +254,7 @@ def test_a_small_run(card: Card, tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert peer["ratio"] == pytest.approx(speed / peer["tokens_per_second"])
 
 
+@pytest.mark.long
 def test_a_section_that_fails_loses_no_other(
     card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
