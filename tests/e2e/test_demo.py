@@ -133,6 +133,7 @@ def test_small_enough_to_ship(folders: tuple[str, ...], megabytes: int) -> None:
     ("temperature", "modes", "backend"),
     [
         ("0.8", ["ngram", "draft", "eagle3"], "eager"),
+        pytest.param("0", ["ngram", "eagle3"], "eager", marks=pytest.mark.long),
         pytest.param("0", ["ngram", "draft", "eagle3"], "aoti", marks=pytest.mark.long),
         pytest.param("0.8", ["ngram", "draft", "medusa", "mtp", "eagle3"], "aoti", marks=pytest.mark.long),
     ],
