@@ -1,8 +1,8 @@
 // Attention of some rows of a request over its paged KV cache, for one KV head.
 //
 // A *line* is one query head of one row. The G query heads of a row that share the KV head are adjacent. Keys are cut
-// in tiles of TILE from position 0. For each tile, K is transposed, so that a lane is a key, and V is widened to fp32,
-// once for all lines. Then a few lines at a time compute scores, the running softmax, and the sum of values.
+// in tiles of TILE from position 0. For each tile, K is transposed once for all lines, so that a lane is a key. Then a
+// few lines at a time compute scores, the running softmax, and the sum of values, which are widened as they are loaded.
 //
 // A line's bits depend on that line alone: its operations and their order do not depend on the other lines here. A key
 // that it does not see has weight 0. fma(0, finite, x) is x, except for the sign of a zero, which the last step clears.
@@ -45,15 +45,20 @@ template <> constexpr int64_t elements_per<BFloat16Pair> = 2;
 
 INLINE int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// Load LANES units of a head of `dim` elements, from unit `at` on; 0 past the head's end.
+// Load LANES units of a head, from unit `at` on.
+template <class Unit, class T> INLINE Vec load_whole_units(const T* head, int64_t at) {
+  if constexpr (elements_per<Unit> == 1) return load(head + at);
+  else return load_as<Vec>(head + at * elements_per<Unit>);
+}
+
+// The same for a head of `dim` elements; 0 past its end.
 template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, int64_t dim) {
   constexpr int64_t packed = elements_per<Unit>;
-  const T* from = head + at * packed;
   const int64_t left = dim - at * packed;
-  if constexpr (packed == 1) return left >= LANES ? load(from) : load(from, int(left));
-  if (left >= packed * LANES) return load_as<Vec>(from);
+  if (left >= packed * LANES) return load_whole_units<Unit>(head, at);
+  if constexpr (packed == 1) return load(head + at, int(left));
   Vec padded{};
-  std::memcpy(&padded, from, left * sizeof(T));
+  std::memcpy(&padded, head + at * packed, left * sizeof(T));
   return padded;
 }
 
@@ -62,7 +67,7 @@ template <class Unit> struct Workspace {
   int64_t units, width;
   Unit* queries;    // [lines][units]
   Unit* keys;       // [units][TILE]
-  float* values;    // [TILE][width]
+  float* values;    // [TILE][width], for AMX (attention_tiles.h)
   float* sums;      // [lines][width], sums of values so far, with weights relative to e^top
   float* totals;    // [lines][LANES], sums of weights so far, by lane
   float* tops;      // [lines], highest score so far
@@ -74,17 +79,25 @@ template <class Unit> struct Workspace {
 // Fill keys[unit][key]; 0 for keys that are not in the tile.
 template <class T, class Unit>
 void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ahead<T>& ahead) {
-  const auto units_at = [&](int key, int64_t unit) {
-    return load_units<Unit>(rows.cached<T>(rows.args.k_cache, tile.slots[key]), unit, rows.args.head_dim);
-  };
+  const int64_t dim = rows.args.head_dim, whole_units = dim / elements_per<Unit> / LANES * LANES;
   for (int key = 0; key < tile.end; key += LANES) {
     ahead.keys(LANES);
+    ahead.values(LANES);
+    const T* heads[LANES];
+    const bool whole = key >= tile.first && key + LANES <= tile.end;
+    for (int i = 0; i < LANES; ++i) {
+      const bool within = whole || (key + i >= tile.first && key + i < tile.end);
+      heads[i] = within ? rows.cached<T>(rows.args.k_cache, tile.slots[key + i]) : nullptr;
+    }
     for (int64_t unit = 0; unit < units; unit += LANES) {
       Vec square[LANES];
+      if (whole && unit < whole_units) {
 #pragma GCC unroll 16
-      for (int i = 0; i < LANES; ++i) {
-        const bool within = key + i >= tile.first && key + i < tile.end;
-        square[i] = within ? units_at(key + i, unit) : Vec{};
+        for (int i = 0; i < LANES; ++i) square[i] = load_whole_units<Unit>(heads[i], unit);
+      } else {
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i)
+          square[i] = heads[i] == nullptr ? Vec{} : load_units<Unit>(heads[i], unit, dim);
       }
       transpose(square);
       // keys [key, key + LANES) of units [unit, unit + LANES)
@@ -92,26 +105,6 @@ void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ah
       for (int i = 0; i < LANES; ++i) std::memcpy(keys + (unit + i) * TILE + key, &square[i], sizeof(Vec));
     }
   }
-}
-
-// Fill values[key][element] in fp32. Return whether all of them are finite.
-template <class T>
-bool widen_values(const Rows& rows, const Tile& tile, float* values, int64_t width, Ahead<T>& ahead) {
-  UVec largest{};  // magnitudes as bits
-  for (int key = tile.first; key < tile.end; ++key) {
-    ahead.values(1);
-    const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
-    float* to = values + key * width;
-    for (int64_t d = 0; d < width; d += LANES) {
-      const Vec value = load_units<float>(from, d, rows.args.head_dim);
-      const UVec magnitude = (UVec)value & 0x7fffffff;
-      largest = magnitude > largest ? magnitude : largest;
-      store(to + d, value);
-    }
-  }
-  bool finite = true;
-  for (int i = 0; i < LANES; ++i) finite &= largest[i] < 0x7f800000;
-  return finite;
 }
 
 // -- a few lines against a tile --------------------------------------------------------------------------------------
@@ -194,70 +187,86 @@ INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
   return share;
 }
 
-// sums = sums * share + weights * values, for C vectors of each line.
-template <int L, int C>
-INLINE void add_columns(float* sums, const Scores<L>& weights, const float (&shares)[L], const float* values,
-                        int64_t width, const Tile& tile) {
-  Vec added[L][C];
-  multiply(added, weights[0] + tile.first, TILE, values + tile.first * width, width, tile.end - tile.first);
+// sums[l] = sums[l] * share + weights * values, for C vectors of each line, from element d on.
+//
+// A value that is not finite makes the sums of all lines such. A line that does not see its key adds 0 * NaN. So if the
+// first line's sums are not all finite, all lines are done again, without keys that they do not see.
+template <int L, int C, class T>
+INLINE void add_columns(const Rows& rows, const Tile& tile, float* sums, int64_t width, const Scores<L>& weights,
+                        const uint64_t* seen, const float (&shares)[L], int64_t d) {
+  const auto values = [&](int key, Vec (&to)[C]) __attribute__((always_inline)) {
+    const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c)
+      to[c] = C > 1 ? load(from + d + c * LANES) : load_units<float>(from, d, rows.args.head_dim);
+  };
+  Vec value[C], added[L][C];
+#pragma GCC unroll 8
+  for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) added[l][c] = Vec{};
+  for (int key = tile.first; key < tile.end; ++key) {
+    values(key, value);
+#pragma GCC unroll 8
+    for (int l = 0; l < L; ++l)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) added[l][c] = fma(splat(weights[l][key]), value[c], added[l][c]);
+  }
+  IVec unusable{};
+#pragma GCC unroll 4
+  for (int c = 0; c < C; ++c) unusable |= ((UVec)added[0][c] & 0x7fffffff) >= 0x7f800000;
+  if (any(unusable)) [[unlikely]]
+    for (int l = 0; l < L; ++l) {
+      for (int c = 0; c < C; ++c) added[l][c] = Vec{};
+      for (int key = tile.first; key < tile.end; ++key) {
+        if (!(seen[l] >> key & 1)) continue;
+        values(key, value);
+        for (int c = 0; c < C; ++c) added[l][c] = fma(splat(weights[l][key]), value[c], added[l][c]);
+      }
+    }
 #pragma GCC unroll 8
   for (int l = 0; l < L; ++l)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) {
-      float* at = sums + l * width + c * LANES;
+      float* at = sums + l * width + d + c * LANES;
       store(at, fma(load(at), splat(shares[l]), added[l][c]));
     }
 }
 
-template <int L>
-INLINE void add_values(float* sums, const Scores<L>& weights, const float (&shares)[L], const float* values,
-                       int64_t width, const Tile& tile) {
+template <int L, class T>
+INLINE void add_values(const Rows& rows, const Tile& tile, float* sums, int64_t width, const Scores<L>& weights,
+                       const uint64_t* seen, const float (&shares)[L]) {
   int64_t d = 0;
-  for (; d + COLUMNS * LANES <= width; d += COLUMNS * LANES)
-    add_columns<L, COLUMNS>(sums + d, weights, shares, values + d, width, tile);
-  for (; d < width; d += LANES) add_columns<L, 1>(sums + d, weights, shares, values + d, width, tile);
-}
-
-// The same for one line, with values that are not all finite. 0 * NaN is NaN, so keys that are not seen are left out.
-inline void add_seen_values(float* sums, const float* weights, uint64_t seen, float share, const float* values,
-                            int64_t width, const Tile& tile) {
-  for (int64_t d = 0; d < width; d += LANES) {
-    Vec added{};
-    for (int key = tile.first; key < tile.end; ++key)
-      if (seen >> key & 1) added = fma(splat(weights[key]), load(values + key * width + d), added);
-    store(sums + d, fma(load(sums + d), splat(share), added));
-  }
+  for (; d + COLUMNS * LANES <= rows.args.head_dim; d += COLUMNS * LANES)
+    add_columns<L, COLUMNS, T>(rows, tile, sums, width, weights, seen, shares, d);
+  for (; d < width; d += LANES) add_columns<L, 1, T>(rows, tile, sums, width, weights, seen, shares, d);
 }
 
 // Attend with lines [line, line + L) to the tile in the workspace.
-template <int L, class Unit>
-void attend_lines(const AttentionArgs& args, const Workspace<Unit>& work, const Tile& tile, bool finite, int64_t line) {
+template <int L, class T, class Unit>
+void attend_lines(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, int64_t line) {
   alignas(64) Scores<L> scores = {};
   float shares[L];
   const uint64_t* seen = work.seen + line;
-  score<L>(scores, work.queries + line * work.units, work.keys, work.units, tile.end, args.scale);
-  if (args.softcap > 0) cap(scores[0], L * TILE, args.softcap);
+  score<L>(scores, work.queries + line * work.units, work.keys, work.units, tile.end, rows.args.scale);
+  if (rows.args.softcap > 0) cap(scores[0], L * TILE, rows.args.softcap);
   for (int l = 0; l < L; ++l)
     shares[l] = weigh(scores[l], seen[l], work.tops[line + l], work.totals + (line + l) * LANES);
-  float* sums = work.sums + line * work.width;
-  if (finite) return add_values<L>(sums, scores, shares, work.values, work.width, tile);
-  for (int l = 0; l < L; ++l)
-    add_seen_values(sums + l * work.width, scores[l], seen[l], shares[l], work.values, work.width, tile);
+  add_values<L, T>(rows, tile, work.sums + line * work.width, work.width, scores, seen, shares);
 }
 
 // Attend with all lines to the tile, as many at a time as the registers hold.
-template <class Unit>
-void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, bool finite) {
+template <class T, class Unit> void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile) {
   for (int64_t line = 0, count; line < rows.lines(); line += count) {
     const int64_t left = rows.lines() - line;
     count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
     switch (count) {
-      case 1: attend_lines<1>(rows.args, work, tile, finite, line); break;
-      case 2: attend_lines<2>(rows.args, work, tile, finite, line); break;
-      case 3: attend_lines<3>(rows.args, work, tile, finite, line); break;
-      case 4: attend_lines<4>(rows.args, work, tile, finite, line); break;
-      case 5: attend_lines<5>(rows.args, work, tile, finite, line); break;
-      default: attend_lines<LINES>(rows.args, work, tile, finite, line);
+      case 1: attend_lines<1, T>(rows, work, tile, line); break;
+      case 2: attend_lines<2, T>(rows, work, tile, line); break;
+      case 3: attend_lines<3, T>(rows, work, tile, line); break;
+      case 4: attend_lines<4, T>(rows, work, tile, line); break;
+      case 5: attend_lines<5, T>(rows, work, tile, line); break;
+      default: attend_lines<LINES, T>(rows, work, tile, line);
     }
   }
 }
@@ -356,15 +365,11 @@ template <class T> class InVectors {
 
   void bring_in(const Rows& rows, const Tile& tile, Ahead<T>& ahead) {
     turn_keys<T>(rows, tile, work.keys, work.units, ahead);
-    finite_ = widen_values<T>(rows, tile, work.values, work.width, ahead);
   }
 
-  void attend(const Rows& rows, const Tile& tile) const { attend_tile(rows, work, tile, finite_); }
+  void attend(const Rows& rows, const Tile& tile) const { attend_tile<T>(rows, work, tile); }
 
   const Workspace<Unit> work;
-
- private:
-  bool finite_ = true;
 };
 
 template <class T, class How>

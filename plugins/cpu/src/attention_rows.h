@@ -101,7 +101,8 @@ struct Rows {
 
 // Prefetches keys and values of the next tile. Between steps the weights pass through the caches, so keys and values
 // are not there. While a tile is computed, the next tile is fetched, even if it belongs to the following piece. Only a
-// few heads are asked for at a time, because a core stalls when too many cache lines are in flight.
+// few heads are asked for at a time, because a core stalls when too many cache lines are in flight. On Zen 4 it stalls
+// much sooner for lines that go to L1 than for those that go to L2: attention took up to 1.8 times as long.
 template <class T> class Ahead {
  public:
   INLINE Ahead(const Rows& rows, const Tile& tile) : rows_(rows), tile_(tile), key_(tile.first), value_(tile.first) {}
@@ -114,7 +115,9 @@ template <class T> class Ahead {
     const int64_t bytes = rows_.args.head_dim * int64_t(sizeof(T));
     for (; next < tile_.end && count > 0; ++next, --count) {
       const char* head = reinterpret_cast<const char*>(rows_.cached<T>(cache, tile_.slots[next]));
-      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at);
+      for (int64_t at = 0; at < bytes; at += 64)
+        if (rows_.args.prefetches_to_l2) __builtin_prefetch(head + at, 0, 2);
+        else __builtin_prefetch(head + at);
     }
   }
 

@@ -32,6 +32,7 @@ struct AttentionArgs {
   const float* sinks;                      // [q_heads], or null
   float scale, softcap;
   int64_t window;
+  bool prefetches_to_l2;                   // attention_rows.h explains it
 };
 
 // A piece of attention: rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
@@ -139,7 +140,8 @@ struct Kernels {
 // Return the table of the best instruction set that this machine has, or of the one that TRTSPEC_CPU_ISA names.
 const Kernels& kernels();
 
-// The value for LinearArgs::reads_ahead. Tests may set it; the setter returns the previous value.
+// The value for LinearArgs::reads_ahead and AttentionArgs::prefetches_to_l2. Tests may set it; the setter returns the
+// previous value.
 bool machine_reads_ahead();
 bool set_machine_reads_ahead(bool);
 

@@ -193,6 +193,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
       .scale = float(scale),
       .softcap = float(softcap),
       .window = std::min<int64_t>(window, int64_t(1) << 32),
+      .prefetches_to_l2 = machine_reads_ahead(),
   };
   const int32_t* bounds = args.cu_q_lens;
   OP_REQUIRES(bounds[0] == 0 && bounds[B] == T && std::is_sorted(bounds, bounds + B + 1),
