@@ -86,7 +86,7 @@ void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
   if (args.reads_ahead && rows <= Format::streamed_rows(args.steps / args.groups))
     return stream_panel<Format>(args, panel, rows, x, row_bytes, sums);
   using Counts = std::make_integer_sequence<int, TILE_ROWS<Format>>;
-  static constexpr auto tiles = tiles_of<Format, Format::ONE_PASS>(Counts());
+  static constexpr auto tiles = tiles_of<Format, false>(Counts());
   int64_t passes = 0;
   for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
   const int64_t farthest = look_ahead(args, rows, passes), near = args.reads_ahead ? 0 : NEAR;

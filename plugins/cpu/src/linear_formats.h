@@ -2,9 +2,9 @@
 //
 // A format takes PER_STEP inputs per step, in PARTS parts. weights<part> unpacks a register of words. input<part> is
 // the matching word of a prepared row. multiply adds the products of both to a Sum, lane by lane. A prepared row has
-// ROW_BYTES per step. ONE_PASS: tiles pass over a panel once, if there are registers for it (linear_tiles.h). GROUPED:
-// columns have a scale for each group of steps. streamed_rows: the largest number of rows, with groups of the given
-// number of steps, with which a machine that reads ahead keeps up. Its values were measured on Zen 4.
+// ROW_BYTES per step. GROUPED: columns have a scale for each group of steps. ONE_PASS_ROWS: tiles of so many rows pass
+// over a panel once, if there are registers for it (linear_tiles.h). streamed_rows: the largest number of rows, with
+// groups of the given number of steps, with which a machine that reads ahead keeps up (measured on Zen 4).
 #pragma once
 
 #include <type_traits>
@@ -16,6 +16,8 @@
 namespace trtspec::TRTSPEC_ISA {
 
 constexpr int64_t MOST_GROUP_STEPS = 16;  // for int4; groups of int8 have up to twice as many
+
+constexpr int NEVER = 1000;  // no tile has so many rows
 
 // Prepared rows are padded with zeros to a multiple of this number of steps, so that tiles are whole.
 #if defined(__AMX_INT8__)
@@ -36,7 +38,8 @@ template <int PER_STEP_> struct WideWeights {
   using Input = float;
   using Sum = Vec;
   static constexpr int PER_STEP = PER_STEP_, PARTS = PER_STEP, ROW_BYTES = PER_STEP * int(sizeof(Input));
-  static constexpr bool ONE_PASS = false, GROUPED = false;
+  static constexpr int ONE_PASS_ROWS = NEVER;
+  static constexpr bool GROUPED = false;
 
   static constexpr int streamed_rows(int64_t) { return 2; }
   template <int part> static INLINE Vec input(const char* row) { return splat(load_as<float>(row + 4 * part)); }
@@ -59,7 +62,8 @@ struct Bf16Weights {  // multiplied in pairs, without widening
   using Input = BFloat16;
   using Sum = Vec;
   static constexpr int PER_STEP = 2, PARTS = 1, ROW_BYTES = PER_STEP * int(sizeof(Input));
-  static constexpr bool ONE_PASS = false, GROUPED = false;
+  static constexpr int ONE_PASS_ROWS = 6;
+  static constexpr bool GROUPED = false;
 
   static constexpr int streamed_rows(int64_t) { return 5; }
   template <int part> static INLINE __m512bh weights(const char* from) { return load_as<__m512bh>(from); }
@@ -141,7 +145,8 @@ constexpr bool INTEGERS_ARE_FAST = false;
 struct Int8Weights {
   using Sum = IVec;
   using SumOfX = int32_t;
-  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST, GROUPED = false;
+  static constexpr int ONE_PASS_ROWS = INTEGERS_ARE_FAST ? 1 : NEVER;
+  static constexpr bool GROUPED = false;
   static constexpr int PER_STEP = 4;
 
   static constexpr int streamed_rows(int64_t) { return INTEGERS_ARE_FAST ? 4 : 1; }
@@ -217,7 +222,7 @@ struct Int8GroupWeights : Int8Weights, InGroups {
 };
 
 struct Int4Weights : InGroups {
-  static constexpr bool ONE_PASS = INTEGERS_ARE_FAST;
+  static constexpr int ONE_PASS_ROWS = INTEGERS_ARE_FAST ? 1 : NEVER;
   static constexpr int PER_STEP = 8, PARTS = 2, ROW_BYTES = 8;
 
   static constexpr int streamed_rows(int64_t group_steps) {
