@@ -15,18 +15,19 @@ from typing import Any
 
 FILE = Path(__file__).with_name("tensorrt_api.json")
 CLASSES = (
-    "Builder", "IAttention", "IBuilderConfig", "ICastLayer", "IConcatenationLayer", "IConstantLayer",
-    "ICumulativeLayer", "IDequantizeLayer", "IElementWiseLayer", "IFillLayer", "IGatherLayer", "IHostMemory",
-    "IIdentityLayer", "IKVCacheUpdateLayer", "ILayer", "IMatrixMultiplyLayer", "INetworkDefinition",
+    "Builder", "IActivationLayer", "IAttention", "IBuilderConfig", "ICastLayer", "IConcatenationLayer",
+    "IConstantLayer", "ICumulativeLayer", "IDequantizeLayer", "IElementWiseLayer", "IFillLayer", "IGatherLayer",
+    "IHostMemory", "IIdentityLayer", "IKVCacheUpdateLayer", "ILayer", "IMatrixMultiplyLayer", "INetworkDefinition",
     "IOptimizationProfile", "IPluginRegistry", "IPluginV3Layer", "IQuantizeLayer", "IReduceLayer", "IScatterLayer",
     "ISelectLayer", "IShapeLayer", "IShuffleLayer", "ISliceLayer", "ISqueezeLayer", "ITensor", "ITimingCache",
     "IUnaryLayer", "IUnsqueezeLayer", "Logger", "PluginField", "PluginFieldCollection", "Weights",
 )  # fmt: skip
 ENUMS = (
-    "AttentionIOForm", "AttentionNormalizationOp", "BuilderFlag", "CausalMaskKind", "CumulativeOperation",
-    "DataType", "ElementWiseOperation", "FillOperation", "GatherMode", "HardwareCompatibilityLevel", "KVCacheMode",
-    "MatrixOperation", "MemoryPoolType", "NetworkDefinitionCreationFlag", "PluginFieldType", "PreviewFeature",
-    "QuickPluginCreationRequest", "ReduceOperation", "SampleMode", "ScatterMode", "TensorRTPhase", "UnaryOperation",
+    "ActivationType", "AttentionIOForm", "AttentionNormalizationOp", "BuilderFlag", "CausalMaskKind",
+    "CumulativeOperation", "DataType", "ElementWiseOperation", "FillOperation", "GatherMode",
+    "HardwareCompatibilityLevel", "KVCacheMode", "MatrixOperation", "MemoryPoolType", "NetworkDefinitionCreationFlag",
+    "PluginFieldType", "PreviewFeature", "QuickPluginCreationRequest", "ReduceOperation", "SampleMode", "ScatterMode",
+    "TensorRTPhase", "UnaryOperation",
 )  # fmt: skip
 SIGNATURE = re.compile(r"^(?:\d+\. )?\w+\((?P<parameters>.*)\) -> (?P<returns>.+)$", re.MULTILINE)
 

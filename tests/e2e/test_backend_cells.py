@@ -134,16 +134,14 @@ def test_a_mode_that_no_test_has_run_is_refused_by_name(row: Backend, mode: M) -
 
 
 def test_the_remedy_names_backends_that_run_it() -> None:
-    words = refused(BACKENDS["tensorrt"], M.PARD)
-    assert words == (
-        "mode=PARD on backend tensorrt is not verified; use another backend (eager, cuda, aoti, onnx), or another mode"
-    )
+    words = refused(BACKENDS["cuda"], M.DSPARK)
+    assert words == ("mode=DSPARK on backend cuda is not verified; use another backend (eager, aoti), or another mode")
 
 
 def test_a_mode_that_is_not_listed_is_not_built(models: Models) -> None:
-    asked = read_speculative_config(RECIPES[M.PARD].speculation(models, K))
-    with pytest.raises(UnsupportedError, match="mode=PARD on backend tensorrt is not verified"):
-        plan_build(models.folder("target"), asked, EngineConfig(backend="tensorrt", num_kv_blocks=8))
+    asked = read_speculative_config(RECIPES[M.DSPARK].speculation(models, K))
+    with pytest.raises(UnsupportedError, match="mode=DSPARK on backend cuda is not verified"):
+        plan_build(models.folder("target"), asked, EngineConfig(backend="cuda", num_kv_blocks=8))
 
 
 def shown() -> Mapping[str, str]:

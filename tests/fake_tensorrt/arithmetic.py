@@ -93,6 +93,17 @@ class Unary(FakeLayer):
         return functions[self._settings["op"].name](x)
 
 
+class Activation(FakeLayer):
+    def _describe(self, x: FakeTensor) -> list[Described]:
+        if x.dtype not in FLOATS:
+            self._refuse(f"an activation of {x.dtype.name}")
+        return [(x.dtype, x.shape)]
+
+    def _value(self, x: Tensor) -> Tensor:
+        how = {"GELU_ERF": "none", "GELU_TANH": "tanh"}
+        return torch.nn.functional.gelu(x, approximate=how[self._settings["type"].name])
+
+
 class Select(FakeLayer):
     takes = ("condition", "then_input", "else_input")
 

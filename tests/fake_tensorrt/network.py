@@ -12,6 +12,7 @@ from tests.fake_tensorrt.api import TORCH, DataType, Misuse, Stand, Weights, _me
 from tests.fake_tensorrt.layer import FakeLayer, FakeTensor
 
 LAYERS: dict[str, type[FakeLayer]] = {
+    "add_activation": arithmetic.Activation,
     "add_attention_v2": attention.Attention,
     "add_cast": arithmetic.Cast,
     "add_concatenation": moves.Concatenation,
@@ -71,6 +72,13 @@ class FakeNetwork(Stand):
         tensor.name = name
         self._inputs.append(tensor)
         return tensor
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self._inputs)
+
+    def _get_input(self, index: int) -> FakeTensor:
+        return self._inputs[index]
 
     def _mark_output(self, tensor: FakeTensor) -> None:
         if tensor._role:

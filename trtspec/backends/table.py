@@ -81,7 +81,10 @@ class Backend:
                 "cache, which only attention changes there; use another backend, or num_speculative_tokens=1"
             )
         if not self.lists(mode):
-            others = ", ".join(row.name for row in BACKENDS.values() if row.lists(mode))
+            able = (
+                row for row in BACKENDS.values() if row.lists(mode) and not (row.causal and mode.drafts_in_blocks())
+            )
+            others = ", ".join(row.name for row in able)
             raise UnsupportedError(
                 f"mode={mode.name} on backend {self.name} is not verified; use another backend ({others}), or another "
                 "mode"
@@ -173,7 +176,7 @@ BACKENDS = {
             symmetric=True,
             int8_groups=False,
             only_attention_writes=True,
-            verified=_ON_GPUS,
+            verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR},
         ),
     )
 }

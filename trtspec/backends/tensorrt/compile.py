@@ -7,9 +7,9 @@ are always strongly typed: each layer computes in the dtype that the step has th
 Tests without a GPU show three things. The calls fit the signatures of TensorRT 11.4's Python bindings. The network
 computes what the step does, if each layer works as documented. The bindings' own plugin registry makes the plugins.
 
-The tests do not show that TensorRT's builder takes the network and the chain of aliased caches in it. They do not show
-the time of a build, or the cost of running an engine. Nor do they show whether a row's result is the same in batches of
-different sizes, for which TensorRT may pick different kernels.
+The tests do not show that TensorRT 11's builder takes the network and the chain of aliased caches in it. They show
+neither the time of a build nor the cost of running an engine. Nor do they show whether a row's result is the same in
+batches of different sizes, for which TensorRT may pick different kernels.
 """
 
 from __future__ import annotations
@@ -122,14 +122,14 @@ def build_plan(
     TensorRT does not build the plan, ConfigError for a timing cache of another TensorRT or GPU.
     """
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
-    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS))
+    network = builder.create_network(_network_flags(trt))
     written = write_network(trt, network, model, plugin_of, linear)
     if options.refit or options.strip_plan:
         for name in written.weights:
             network.mark_weights_refittable(name)  # not sizes and indices, which TensorRT must know at build time
     config = builder.create_builder_config()
     _set_flags(trt, config, options)
-    inputs = [str(value.name) for value in model.graph.inputs]
+    inputs = [network.get_input(i).name for i in range(network.num_inputs)]
     for profile in shapes:
         made = builder.create_optimization_profile()
         for name in inputs:
@@ -143,6 +143,13 @@ def build_plan(
     if options.output_timing_cache is not None:
         _write(Path(options.output_timing_cache), bytes(config.get_timing_cache().serialize()))
     return bytes(plan), written.weights  # memory of the other constants is not needed any more
+
+
+def _network_flags(trt: Any) -> int:
+    """Flags of a network: strongly typed (TensorRT 11 knows no other), and with plugins in their AOT form."""
+    flags = trt.NetworkDefinitionCreationFlag
+    known = (getattr(flags, name, None) for name in ("STRONGLY_TYPED", "PREFER_AOT_PYTHON_PLUGINS"))
+    return sum(1 << int(flag) for flag in known if flag is not None)
 
 
 def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:

@@ -7,8 +7,9 @@ our nodes, whose optional inputs may be empty. The graphs come from export_onnx,
 A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>` that alias the inputs
 `k_cache_<layer>`, so both must be bound to one address.
 
-No GPU and no TensorRT builder has run such a network. Tests write it into a stand-in with the signatures of TensorRT
-11.4's Python bindings, and compute each layer as documented. The tests do not show that TensorRT takes the network.
+No GPU has run such a network. Tests write it into a stand-in with the signatures of TensorRT 11.4's Python bindings,
+and compute each layer as documented. NVIDIA's TensorRT-RTX builder builds such networks without their plugins (make
+contract-tensorrt-rtx). That does not show that TensorRT 11 takes them.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ def write_network(
 
 
 def _input(w: Writer, value: ir.Value, linear: tuple[int, int] | None) -> Any:
-    """Add an input. Its dynamic sizes are -1, with names that mark equal sizes. Linear caches have fixed sizes."""
+    """Add an input. Its dynamic sizes are -1. Linear caches have fixed sizes.
+
+    Dynamic sizes get no names, although TensorRT takes names to mark equal sizes: with them, TensorRT-RTX 1.7 fails on
+    a chain of three drafts with an internal error (_Map_base::at).
+    """
     assert value.shape is not None
     dims = list(value.shape)
     if linear is not None and "_cache_" in str(value.name):
@@ -69,9 +74,6 @@ def _input(w: Writer, value: ir.Value, linear: tuple[int, int] | None) -> Any:
     tensor = w.network.add_input(str(value.name), w.dtype(value.dtype), tuple(sizes))
     if tensor is None:
         raise EngineError(f"TensorRT refused the input {value.name}; its log says why. Please report this")
-    for i, size in enumerate(dims):
-        if not isinstance(size, int) and str(size.value).isidentifier():
-            tensor.set_dimension_name(i, str(size.value))
     return tensor
 
 

@@ -81,6 +81,12 @@ def _clip(w: Writer, node: ir.Node) -> list[Any]:
     return [x]
 
 
+def _gelu(w: Writer, node: ir.Node) -> list[Any]:
+    how = node.attributes["approximate"].as_string() if "approximate" in node.attributes else "none"
+    kind = w.trt.ActivationType.GELU_TANH if how == "tanh" else w.trt.ActivationType.GELU_ERF
+    return [w.out(w.network.add_activation(w.get(node.inputs[0]), kind))]
+
+
 def _where(w: Writer, node: ir.Node) -> list[Any]:
     return [w.out(w.network.add_select(*w.get_all(node.inputs)))]
 
@@ -191,15 +197,20 @@ def _pad(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _expand(w: Writer, node: ir.Node) -> list[Any]:
-    """Write Expand as a slice with stride 0 along dimensions of 1."""
+    """Write Expand as a slice with stride 0 along dimensions that are always 1. The others keep their sizes."""
     if w.rank(node.inputs[1]) != 1:
         raise UnsupportedError(f"TensorRT: node {w.node!r} expands to a shape that is no vector; please report this")
     shape = w.get(node.inputs[1])
-    rank = int(shape.shape[0])
+    rank = max(int(shape.shape[0]), w.rank(node.inputs[0]))
     x = w.get(node.inputs[0], rank)
-    if any(size != 1 for size in x.shape):
-        raise UnsupportedError(f"TensorRT: node {w.node!r} expands more than one number; please report this")
-    return [_repeated(w, x, shape)]
+    if all(size == 1 for size in x.shape) and rank == int(shape.shape[0]):
+        return [_repeated(w, x, shape)]
+    first = rank - int(shape.shape[0])  # dimensions that only x has
+    sizes = w.sizes(x)
+    for axis, size in enumerate(x.shape):
+        if size == 1 and axis >= first:
+            sizes[axis] = w.out(w.network.add_slice(shape, (axis - first,), (1,), (1,)))
+    return [w.slice(x, [0] * rank, sizes, [int(size != 1) for size in x.shape])]
 
 
 def _constant_of_shape(w: Writer, node: ir.Node) -> list[Any]:
@@ -333,6 +344,7 @@ OPS: dict[str, Op] = {
         name: partial(_binary, operation)
         for name, operation in {
             "Add": "SUM", "Sub": "SUB", "Mul": "PROD", "Div": "DIV", "Pow": "POW", "And": "AND", "Less": "LESS",
+            "Greater": "GREATER",
         }.items()
     },
     **{
@@ -353,6 +365,7 @@ OPS: dict[str, Op] = {
     "Gather": _gather,
     "GatherElements": partial(_gather_mode, "ELEMENT"),
     "GatherND": partial(_gather_mode, "ND"),
+    "Gelu": _gelu,
     "Gemm": _gemm,
     "QuantizeLinear": _quantize,
     "GreaterOrEqual": partial(_or_equal, "GREATER"),

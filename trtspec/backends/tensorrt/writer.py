@@ -120,7 +120,8 @@ class Writer:
         kinds = {dtype: getattr(self.trt.DataType, _DTYPES[name]) for name, dtype in _NUMBERS.items()}
         self.kept.append(tensor)
         weights = self.trt.Weights(kinds[tensor.dtype], tensor.data_ptr(), tensor.numel())
-        return self.out(self.network.add_constant(shape, weights), name=f"constant_{tensor.tolist()}")
+        name = f"constant_{str(tensor.dtype).removeprefix('torch.')}_{len(shape)}d_{tensor.tolist()}"
+        return self.out(self.network.add_constant(shape, weights), name=name)
 
     def _constant_of(self, value: ir.Value, held: ir.TensorProtocol, shape: tuple[int, ...]) -> Any:
         raw = getattr(held, "raw", None)
