@@ -2,8 +2,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: demo check test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-flashinfer contract-smollm2 contract-speculators smollm2 mutation soak wheel test-wheel bench bench-gpu lint docs test-docs \
-    format clean
+    contract-tensorrt-rtx contract-flashinfer contract-smollm2 contract-speculators smollm2 mutation soak wheel \
+    test-wheel bench bench-gpu lint docs test-docs format clean
 
 demo: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -83,6 +83,11 @@ contract: .venv/.dev .venv/.plugins
 # The plugins against TensorRT's own Python bindings, in a venv under build/. It needs no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt.py
+
+# Every mode's networks in NVIDIA's TensorRT-RTX builder, which makes plans on a CPU, in a venv under build/. A stopped
+# run is resumed. ARGS: the script's options (--help lists them).
+contract-tensorrt-rtx: .venv/.dev
+	$(BIN)/python tests/contract/run_tensorrt_rtx.py $(ARGS)
 
 # The model repositories in a real Triton Inference Server on the CPU, in a venv under build/. `make test` runs a part.
 test-triton: .venv/.dev .venv/.plugins

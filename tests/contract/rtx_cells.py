@@ -1,0 +1,93 @@
+"""Cells of the grid that the TensorRT-RTX builder is asked to build: a mode, K, a dtype, a quantisation.
+
+A cell's graphs are exported and written once, and built for every architecture of SMS. Networks have our plugins cut
+out (rtx_builder.py), unless attention is TensorRT's own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.contract.modes import RECIPES, Models
+from tests.contract.rtx_builder import CutShapes, CutTensorRT, cut_plugin_of
+from trtspec.backends.export import example_for, example_kv
+from trtspec.backends.onnx.export import export_onnx
+from trtspec.backends.onnx.linear import write_linears
+from trtspec.backends.table import BACKENDS
+from trtspec.backends.tensorrt.compile import build_plan
+from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
+from trtspec.build.build import described_steps, largest_sizes, wanted_graphs
+from trtspec.build.context import plan_context
+from trtspec.config.engine import EngineConfig
+from trtspec.errors import EngineError, TrtSpecError
+from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.step import Step
+from trtspec.modes import SpeculativeDecodingMode as M
+
+SMS = (89, 120)
+DTYPES = ("float32", "float16", "bfloat16")
+QUANTISATIONS = (None, "int8", "int4")
+LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 64, "max_seq_len": 96, "block_size": 8}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The result of a cell. verdict: "builds", "refused: our reason", or "builder: its text"."""
+
+    mode: str
+    K: int
+    dtype: str
+    quantization: str | None
+    verdict: str
+    megabytes: float = 0.0  # of all plans of one architecture
+    export_s: float = 0.0
+    build_s: float = 0.0  # of one architecture
+
+
+def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None) -> Cell:
+    """Build the graphs of a cell for all architectures."""
+    began, size, built = time.perf_counter(), 0, 0.0
+
+    def cell(verdict: str) -> Cell:
+        spent = time.perf_counter() - began - built
+        one = built / len(SMS)
+        return Cell(mode.name, K, dtype, quantization, verdict, round(size / 1e6, 2), round(spent, 1), round(one, 2))
+
+    try:
+        for step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization):
+            example = example_for(step, draft_len, sizes.block_size)
+            model = export_onnx(step, example, example_kv(step, example, sizes.block_size))
+            write_linears(model, "tensorrt")
+            names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
+            for sm in SMS:
+                start = time.perf_counter()
+                trt = CutTensorRT(model, sm)
+                shapes = profiles(names, step.kv_layers, sizes.at_draft_len(step, draft_len), None, step.hidden_width)
+                cut = [Profile(one.name, CutShapes(one, trt)) for one in shapes]
+                try:
+                    plan, _ = build_plan(trt, model, cut, TensorRTOptions(), cut_plugin_of)
+                except EngineError as error:
+                    said = " / ".join(trt.log.errors()) or str(error)
+                    return cell(f"builder: {said}")
+                size += len(plan) if sm == SMS[0] else 0
+                built += time.perf_counter() - start
+    except TrtSpecError as error:
+        return cell(f"refused: {error}")
+    return cell("builds")
+
+
+def _graphs(models: Models, mode: M, K: int, dtype: str, quantization: str | None) -> Iterator[tuple[Step, Any, int]]:
+    """Yield (step, its largest sizes, K of the graph) of each graph of a cell's engine."""
+    backend = replace(BACKENDS["tensorrt"], verified=None)  # the builder decides
+    recipe = None if mode is M.NONE else RECIPES[mode]
+    speculation = None if recipe is None else read_speculative_config(recipe.speculation(models, K))
+    config = EngineConfig(backend="tensorrt", dtype=dtype, quantization=quantization, **LIMITS)
+    target = models.folder("target" if recipe is None else recipe.target)
+    context = plan_context(target, speculation, config, backend)
+    for role, step in described_steps(context, lambda what: None).items():
+        sizes = largest_sizes(context, role, TensorRTOptions())
+        for draft_len, _ in wanted_graphs(context, role, step):
+            yield step, sizes, draft_len
