@@ -146,14 +146,6 @@ inline void cap(float* scores, int64_t count, float softcap) {
   for (int64_t i = 0; i < count; i += LANES) store(scores + i, tanh(load(scores + i) / softcap) * softcap);
 }
 
-// Mask of lanes: all ones in the lanes whose bit of `bits` is set.
-INLINE IVec lanes_of(uint64_t bits) {
-  IVec place;
-#pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) place[i] = 1 << i;
-  return ((IVec{} + int32_t(bits & 0xffff)) & place) != 0;
-}
-
 // Turn the scores of a line into weights relative to the highest score so far, which may be a new one. Return the
 // factor for all earlier weights. A key that is not seen gets weight 0 without an exponential: e^-inf through subnormal
 // numbers takes as long as a hundred others.

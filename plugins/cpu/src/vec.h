@@ -123,6 +123,14 @@ INLINE bool any(IVec mask) {
 #endif
 }
 
+// Mask of lanes: all ones in the lanes whose bit of `bits` is set.
+INLINE IVec lanes_of(uint64_t bits) {
+  IVec place;
+#pragma GCC unroll 16
+  for (int i = 0; i < LANES; ++i) place[i] = 1 << i;
+  return ((IVec{} + int32_t(bits & 0xffff)) & place) != 0;
+}
+
 // -- loads and stores of LANES elements, converted to and from fp32 --------------------------------------------------
 
 INLINE Vec load(const float* from) { return load_as<Vec>(from); }
