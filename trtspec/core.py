@@ -87,6 +87,11 @@ class AttnMetadata:
     def batch_size(self) -> int:
         return self.kv_lens.shape[0]
 
+    @property
+    def slot_rows(self) -> Tensor:
+        """Zeros [n] int32, with n = rows of the request that has most of them in this step."""
+        return torch.zeros(int(self.cu_q_lens.diff().max()), dtype=torch.int32)
+
     def requests(self, num_rows: int) -> Tensor:
         """Request that each of the T rows belongs to, [T] int64."""
         if self.width:

@@ -63,10 +63,10 @@ class CutNetwork:
     A size is a number or an expression of the graph's dynamic sizes.
     """
 
-    def __init__(self, network: Any, model: ir.Model) -> None:
+    def __init__(self, network: Any, nodes: Iterator[ir.Node]) -> None:
         self.real = network
         self.cuts: dict[str, list[int | str]] = {}
-        self._nodes = _plugin_nodes(model)
+        self._nodes = nodes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
@@ -92,10 +92,11 @@ class CutNetwork:
         return _Cut(made)
 
 
-def _plugin_nodes(model: ir.Model) -> Iterator[ir.Node]:
+def _plugin_nodes(model: ir.Model, native: bool) -> Iterator[ir.Node]:
     """Nodes of plugins in the order in which write_network writes them."""
     model.graph.sort()
-    return iter([node for node in model.graph if node.domain == DOMAIN])
+    ours = [node for node in model.graph if node.domain == DOMAIN]
+    return iter([node for node in ours if not (native and node.op_type == "SpecAttention")])
 
 
 def _dtype(value: ir.Value) -> Any:
@@ -107,11 +108,12 @@ def _dtype(value: ir.Value) -> Any:
 class CutTensorRT:
     """The module tensorrt, with a builder that cuts one network. log: what the builder said.
 
-    sm: architecture for which it builds, as 89 for SM89.
+    sm: architecture for which it builds, as 89 for SM89. native: attention is TensorRT's own.
     """
 
-    def __init__(self, model: ir.Model, sm: int) -> None:
+    def __init__(self, model: ir.Model, sm: int, native: bool = False) -> None:
         self.model = model
+        self.native = native
         self.sm = sm
         self.log = Log()
         self.network: CutNetwork | None = None
@@ -132,7 +134,7 @@ class _CutBuilder:
         return getattr(self.real, name)
 
     def create_network(self, flags: int = 0) -> CutNetwork:
-        self.trt.network = CutNetwork(self.real.create_network(flags), self.trt.model)
+        self.trt.network = CutNetwork(self.real.create_network(flags), _plugin_nodes(self.trt.model, self.trt.native))
         return self.trt.network
 
     def create_builder_config(self) -> Any:

@@ -1,7 +1,7 @@
 """Cells of the grid that the TensorRT-RTX builder is asked to build: a mode, K, a dtype, a quantisation.
 
 A cell's graphs are exported and written once, and built for every architecture of SMS. Networks have our plugins cut
-out (rtx_builder.py), unless attention is TensorRT's own.
+out (rtx_builder.py). Attention is such a plugin, or TensorRT's own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any
 from tests.contract.modes import RECIPES, Models
 from tests.contract.rtx_builder import CutShapes, CutTensorRT, cut_plugin_of
 from trtspec.backends.export import example_for, example_kv
+from trtspec.backends.graph_io import SLOT_ROWS
 from trtspec.backends.onnx.export import export_onnx
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.compile import build_plan
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.build.build import described_steps, largest_sizes, wanted_graphs
+from trtspec.build.build import described_steps, largest_sizes, wanted_graphs, with_linear_cache
 from trtspec.build.context import plan_context
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import EngineError, TrtSpecError
@@ -41,34 +42,40 @@ class Cell:
     K: int
     dtype: str
     quantization: str | None
+    attention: str  # as in TensorRTOptions
     verdict: str
     megabytes: float = 0.0  # of all plans of one architecture
     export_s: float = 0.0
     build_s: float = 0.0  # of one architecture
 
 
-def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None) -> Cell:
+def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None, attention: str) -> Cell:
     """Build the graphs of a cell for all architectures."""
+    options = TensorRTOptions(attention=attention)
     began, size, built = time.perf_counter(), 0, 0.0
 
     def cell(verdict: str) -> Cell:
         spent = time.perf_counter() - began - built
         one = built / len(SMS)
-        return Cell(mode.name, K, dtype, quantization, verdict, round(size / 1e6, 2), round(spent, 1), round(one, 2))
+        times = round(spent, 1), round(one, 2)
+        return Cell(mode.name, K, dtype, quantization, attention, verdict, round(size / 1e6, 2), *times)
 
     try:
-        for step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization):
-            example = example_for(step, draft_len, sizes.block_size)
-            model = export_onnx(step, example, example_kv(step, example, sizes.block_size))
+        for step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization, options):
+            block_size = LIMITS["block_size"]  # of the example; the caches of a network may have others
+            example = example_for(step, draft_len, block_size)
+            model = export_onnx(step, example, example_kv(step, example, block_size))
             write_linears(model, "tensorrt")
             names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
+            names += (SLOT_ROWS,) * sizes.linear
+            linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
             for sm in SMS:
                 start = time.perf_counter()
-                trt = CutTensorRT(model, sm)
+                trt = CutTensorRT(model, sm, options.native)
                 shapes = profiles(names, step.kv_layers, sizes.at_draft_len(step, draft_len), None, step.hidden_width)
                 cut = [Profile(one.name, CutShapes(one, trt)) for one in shapes]
                 try:
-                    plan, _ = build_plan(trt, model, cut, TensorRTOptions(), cut_plugin_of)
+                    plan, _ = build_plan(trt, model, cut, options, cut_plugin_of, linear)
                 except EngineError as error:
                     said = " / ".join(trt.log.errors()) or str(error)
                     return cell(f"builder: {said}")
@@ -79,7 +86,9 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None)
     return cell("builds")
 
 
-def _graphs(models: Models, mode: M, K: int, dtype: str, quantization: str | None) -> Iterator[tuple[Step, Any, int]]:
+def _graphs(
+    models: Models, mode: M, K: int, dtype: str, quantization: str | None, options: TensorRTOptions
+) -> Iterator[tuple[Step, Any, int]]:
     """Yield (step, its largest sizes, K of the graph) of each graph of a cell's engine."""
     backend = replace(BACKENDS["tensorrt"], verified=None)  # the builder decides
     recipe = None if mode is M.NONE else RECIPES[mode]
@@ -87,7 +96,9 @@ def _graphs(models: Models, mode: M, K: int, dtype: str, quantization: str | Non
     config = EngineConfig(backend="tensorrt", dtype=dtype, quantization=quantization, **LIMITS)
     target = models.folder("target" if recipe is None else recipe.target)
     context = plan_context(target, speculation, config, backend)
+    if options.native:
+        context = with_linear_cache(context)
     for role, step in described_steps(context, lambda what: None).items():
-        sizes = largest_sizes(context, role, TensorRTOptions())
+        sizes = largest_sizes(context, role, options)
         for draft_len, _ in wanted_graphs(context, role, step):
             yield step, sizes, draft_len

@@ -24,18 +24,24 @@ from trtspec.train.checkpoint import write_atomically
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("tensorrt_rtx.md")
 SHORT = {
-    (M.NONE, 0, "bfloat16", None): "builds",
-    (M.EAGLE3_ONE_MODEL, 3, "bfloat16", None): "builds",
-    (M.DFLASH, 3, "bfloat16", None): "refused",
+    (M.NONE, 0, "bfloat16", None, "plugin"): "builds",
+    (M.NONE, 0, "bfloat16", None, "native"): "builds",
+    (M.EAGLE3_ONE_MODEL, 3, "bfloat16", None, "plugin"): "builds",
+    (M.EAGLE3_ONE_MODEL, 1, "float16", None, "native"): "builds",
+    (M.DFLASH, 3, "bfloat16", None, "plugin"): "refused",
 }
 """Cells of the short form, and how their verdicts begin."""
 
 
-def grid() -> list[tuple[M, int, str, str | None]]:
-    """All cells. Modes whose drafts come from the host have the graphs of NONE, with K drafts to verify."""
+def grid() -> list[tuple[M, int, str, str | None, str]]:
+    """All cells: mode, K, dtype, quantisation, attention.
+
+    Modes whose drafts come from the host have the graphs of NONE, with K drafts to verify.
+    """
     drafting = [mode for mode, recipe in RECIPES.items() if not recipe.from_host]
     pairs = [(M.NONE, 0), *itertools.product((M.NGRAM, *drafting), range(1, MOST_K + 1))]
-    return [(*pair, *how) for pair in pairs for how in itertools.product(DTYPES, QUANTISATIONS)]
+    ways = [*itertools.product(DTYPES, QUANTISATIONS, ("plugin",)), *itertools.product(DTYPES, (None,), ("native",))]
+    return [(*pair, *way) for pair in pairs for way in ways]
 
 
 def main() -> int:
@@ -52,16 +58,16 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
         models = Models(Path(scratch))
-        for mode, K, dtype, quantisation in wanted:
-            file = results / f"{mode.name}-{K}-{dtype}-{quantisation}.json"
+        for mode, K, *way in wanted:
+            file = results / f"{mode.name}-{K}-{'-'.join(map(str, way))}.json"
             if file.exists() or (asked.modes and mode.name not in asked.modes):
                 continue
-            cell = check(models, mode, K, dtype, quantisation)
+            cell = check(models, mode, K, *way)
             write_atomically(file, json.dumps(asdict(cell)).encode())
-            print(f"{mode.name:24} K={K} {dtype:8} {quantisation or '-':5} {cell.verdict}", flush=True)
+            print(f"{mode.name:24} K={K} {' '.join(map(str, way)):26} {cell.verdict}", flush=True)
     cells = [Cell(**json.loads(file.read_text())) for file in sorted(results.glob("*.json"))]
     if asked.short:
-        found = {(M[cell.mode], cell.K, cell.dtype, cell.quantization): cell.verdict for cell in cells}
+        found = {(M[one.mode], one.K, one.dtype, one.quantization, one.attention): one.verdict for one in cells}
         return int(not all(found[cell].startswith(words) for cell, words in SHORT.items()))
     TABLE.write_text(table(cells))
     print(f"{len(cells)} of {len(grid())} cells are done: {TABLE.relative_to(ROOT)}")
@@ -86,7 +92,8 @@ def table(cells: Sequence[Cell]) -> str:
         "",
         "Written by `make contract-tensorrt-rtx`. Networks of random models of 3 layers, with our plugins cut out.",
         f"Each was built for SM {' and '.join(map(str, SMS))}, without a GPU: no plan has run. A cell has each K that",
-        f"builds, or the number of a reason below. {len(cells)} of {len(grid())} cells were tried.",
+        f"builds, or the number of a reason below. {len(cells)} of {len(grid())} cells were tried. Native: plain",
+        "weights, and attention is TensorRT's own.",
         "",
         f"| mode | weights | {' | '.join(DTYPES)} |",
         f"|---|---|{'---|' * len(DTYPES)}",
@@ -94,7 +101,8 @@ def table(cells: Sequence[Cell]) -> str:
     reasons: dict[str, int] = {}
     by_row: dict[tuple[str, str], dict[str, list[Cell]]] = {}
     for cell in cells:
-        row = by_row.setdefault((cell.mode, cell.quantization or "plain"), {})
+        weights = "native" if cell.attention == "native" else cell.quantization or "plain"
+        row = by_row.setdefault((cell.mode, weights), {})
         row.setdefault(cell.dtype, []).append(cell)
     for (mode, weights), row in sorted(by_row.items()):
         words = []

@@ -78,38 +78,38 @@ class KVCacheUpdate(Optional):
 
 
 class Attention(Optional):
-    """Softmax of q k, without any scale, times v, for packed queries over padded keys."""
+    """Softmax of q k, without any scale, times v, for padded queries over padded keys.
+
+    TensorRT-RTX 1.7 has no kernel for packed ones: it refuses them when it builds.
+    """
 
     takes = ("query", "key", "value")
-    properties = {"query_lengths": 3, "key_value_lengths": 4}  # noqa: RUF012
+    properties = {"key_value_lengths": 3}  # noqa: RUF012
 
     def _describe(self, q: FakeTensor, k: FakeTensor, v: FakeTensor, *more: Any) -> list[Described]:
         one_dtype(self, q, k, v)
-        if len(q.shape) != 3 or k.shape != v.shape or q.shape[1] % k.shape[1] or q.shape[2] != k.shape[3]:
+        fits = len(q.shape) == 4 and k.shape == v.shape and q.shape[0] == k.shape[0]
+        if not fits or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
             self._refuse(f"{q.shape}, {k.shape}, {v.shape}")
         if more:
-            slots = k.shape[0]
-            self._vector("query_lengths", more[0], slots + 1)
-            if len(more) > 1:
-                self._vector("key_value_lengths", more[1], slots)
+            self._vector("key_value_lengths", more[0], k.shape[0])
         return [(q.dtype, q.shape)]
 
     def _compute(self, given: list[Tensor | None]) -> list[Tensor]:
-        q, k, v, ends, lengths = given
+        q, k, v, lengths = given
         assert q is not None
         assert k is not None
         assert v is not None
-        assert ends is not None
         assert lengths is not None
-        if self._settings.get("query_form") != PACKED or self._settings["causal_kind"].name != "LOWER_RIGHT":
-            self._refuse("only packed queries and a LOWER_RIGHT mask are done here")
-        out = torch.zeros_like(q)
-        bounds = ends.tolist()
-        for slot, (length, first, end) in enumerate(zip(lengths.tolist(), bounds, bounds[1:], strict=False)):
-            rows, group = end - first, q.shape[1] // k.shape[1]
+        if self._settings["causal_kind"].name != "LOWER_RIGHT":
+            self._refuse("only a LOWER_RIGHT mask is done here")
+        out = torch.full_like(q, torch.nan)  # of rows without keys
+        for slot, length in enumerate(lengths.tolist()):
+            group, first = q.shape[1] // k.shape[1], max(q.shape[2] - length, 0)
             keys, values = (x[slot, :, :length].float().repeat_interleave(group, 0) for x in (k, v))
-            scores = q[first:end].float().transpose(0, 1) @ keys.transpose(1, 2)  # [heads, rows, length]
+            scores = q[slot, :, first:].float() @ keys.transpose(1, 2)  # [heads, rows, length]
+            rows = scores.shape[1]
             hidden = torch.arange(length) > torch.arange(rows)[:, None] + (length - rows)
             weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-            out[first:end] = (weights @ values).transpose(0, 1).to(q.dtype)
+            out[slot, :, first:] = (weights @ values).to(q.dtype)
         return [out]

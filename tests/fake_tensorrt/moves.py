@@ -129,7 +129,8 @@ class Shuffle(FakeLayer):
     sizes = (1,)
 
     def _describe(self, x: FakeTensor, shape: FakeTensor | None = None) -> list[Described]:
-        wanted = known(shape) if shape is not None else list(self._settings.get("reshape_dims", x.shape))
+        turned = tuple(x.shape[axis] for axis in self._settings.get("first_transpose", range(len(x.shape))))
+        wanted = known(shape) if shape is not None else list(self._settings.get("reshape_dims", turned))
         if self._settings.get("zero_is_placeholder", True):
             wanted = [x.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
         if -1 in wanted and -1 not in x.shape and 0 not in wanted:
@@ -137,7 +138,8 @@ class Shuffle(FakeLayer):
         return [(x.dtype, tuple(wanted))]
 
     def _value(self, x: Tensor, shape: Tensor | None = None) -> Tensor:
-        wanted = shape.tolist() if shape is not None else list(self._settings["reshape_dims"])
+        x = x.permute(self._settings.get("first_transpose", tuple(range(x.ndim))))
+        wanted = shape.tolist() if shape is not None else list(self._settings.get("reshape_dims", x.shape))
         if self._settings.get("zero_is_placeholder", True):
             wanted = [x.shape[i] if size == 0 else size for i, size in enumerate(wanted)]
         return x.reshape(wanted)

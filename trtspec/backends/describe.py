@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec.backends.export import GraphStep
-from trtspec.backends.graph_io import INPUTS, OUTPUTS, input_names, output_names
+from trtspec.backends.graph_io import INPUTS, OUTPUTS, SLOT_ROWS, input_names, output_names
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
@@ -87,7 +87,7 @@ def describe_graph(
             TensorPlan(
                 name, _name(INPUTS[name].dtype or dtype), tuple(fixed.get(size, size) for size in INPUTS[name].dims)
             )
-            for name in names
+            for name in (*names, *[SLOT_ROWS] * sizes.linear)
             if not (functional and "0" in INPUTS[name].dims)
         ),
         tuple(_output(name, given[name]) for name in output_names(step, constraints)),

@@ -26,12 +26,12 @@ from trtspec.core import (
 )
 from trtspec.methods.step import Step
 
-Taker = Literal["all", "hidden states", "groups", "verifies", "constraints", "layers"]
+Taker = Literal["all", "hidden states", "groups", "verifies", "constraints", "layers", "linear"]
 """The graphs that take an input.
 
 "all": every graph of a step. "hidden states": graphs of steps that take hidden states. "groups": of steps whose KV
 layers are in several groups. "verifies": of steps that verify drafts. "constraints": graphs that draw for requests with
-constraints. "layers": graphs of layers alone.
+constraints. "layers": graphs of layers alone. "linear": graphs with linear caches (tensorrt/native.py).
 """
 
 Giver = Literal["draws", "verifies", "makes", "hidden states", "constraints"]
@@ -108,6 +108,7 @@ def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphIn
 _bool, _i32, _i64, _f32 = torch.bool, torch.int32, torch.int64, torch.float32
 
 STARTS = "B + 1"
+SLOT_ROWS = "slot_rows"
 # In the order in which graphs take them.
 INPUTS = {
     row.name: row
@@ -118,6 +119,7 @@ INPUTS = {
         GraphInput("attn.kv_lens", ("B",), _i32, fill=None, values=(1, "slots")),
         GraphInput("attn.block_tables", ("B", "columns"), _i32, values=(0, "block")),
         GraphInput("attn.tree_mask", ("0",), _i32),
+        GraphInput("attn.slot_rows", ("slot_rows",), _i32, taker="linear"),  # only its size is used
         GraphInput("attn.group_tables", ("groups", "B", "group_columns"), _i32, taker="groups"),
         GraphInput("spec.seq_lens", ("B",), _i32, known_if_uniform=True),
         GraphInput("spec.gather_ids", ("R",), _i64, known_if_uniform=True),
@@ -172,6 +174,7 @@ def input_names(step: Step, uniform: bool = False, grouped: bool = False, constr
         "verifies": step.verifies_drafts,
         "constraints": constraints,
         "layers": False,
+        "linear": False,  # TensorRT's network gets it in addition to those of the step's graph
     }
     return tuple(name for name, row in INPUTS.items() if takes[row.taker] and not (uniform and row.known_if_uniform))
 

@@ -26,6 +26,7 @@ import torch
 
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for, example_kv
+from trtspec.backends.graph_io import SLOT_ROWS
 from trtspec.backends.onnx.export import DOMAIN, export_onnx
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.sizes import Sizes
@@ -228,6 +229,7 @@ def compile_step(
         if real:
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
+        names += (SLOT_ROWS,) * sizes.linear
         largest = sizes.at_draft_len(step, K)
         shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width)
         report(f"graph for K = {K}: building")

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep, Graph
-from trtspec.backends.graph_io import INPUTS
+from trtspec.backends.graph_io import INPUTS, SLOT_ROWS
 from trtspec.backends.tensorrt.cuda import Cuda, DeviceTensor, Memory
 from trtspec.backends.tensorrt.profiles import cache_shape
 from trtspec.core import KVLayer
@@ -40,6 +40,7 @@ _MOST_GRAPHS = 64
 
 _RAISE = {  # name of an input's last size -> option of `trtspec build` that raises its limit
     "T": "--max_num_tokens",
+    SLOT_ROWS: "--max_num_tokens",
     "columns": "--max_batch_size or --max_seq_len",
     "bans": "--max_batch_size, or ask for fewer stop ids with min_tokens",
 }

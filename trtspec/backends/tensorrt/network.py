@@ -44,9 +44,9 @@ def write_network(
     for an unknown operator or an op without a plugin, EngineError if TensorRT refuses a layer.
     """
     w = Writer(trt, network)
-    native = NativeAttention(w, linear[0]) if linear is not None else None
     for value in model.graph.inputs:
         w.set(value, _input(w, value, linear))
+    native = NativeAttention(w, linear[0]) if linear is not None else None
     model.graph.sort()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "SpecAttention" and native is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trtspec.backends.graph_io import INPUTS
+from trtspec.backends.graph_io import INPUTS, SLOT_ROWS
 from trtspec.backends.sizes import Sizes
 from trtspec.core import KVSpec
 from trtspec.errors import ConfigError, UnsupportedError
@@ -94,8 +94,9 @@ def profiles(
     blocks = (sizes.blocks,) * 3  # the cache is allocated once
     known = {"K": (K,) * 3, "0": (0,) * 3, "width": (hidden_width,) * 3}
     fixed = {**known, "columns": columns, "bans": bans, "blocks": blocks}
-    mixed = {"T": (1, usual_rows, sizes.rows), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
-    generation = {"T": (1, draws, draws), "B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
+    batch = {"B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
+    mixed = {"T": (1, usual_rows, sizes.rows), SLOT_ROWS: (1, usual_rows, sizes.rows), **batch}
+    generation = {"T": (1, draws, draws), SLOT_ROWS: (1, K + 1, K + 1), **batch}
     return tuple(  # type: ignore[return-value]
         Profile(name, {**_inputs(inputs, found), **_caches(kv, sizes)})
         for name, found in (("mixed", mixed), ("generation", generation))

@@ -203,6 +203,20 @@ class Writer:
     def squeeze(self, x: Any, axes: Sequence[int]) -> Any:
         return self.out(self.network.add_squeeze(x, self.integers(list(axes))))
 
+    def swap(self, x: Any) -> Any:
+        """Swap dimensions 1 and 2 of a tensor with four."""
+        layer = self.network.add_shuffle(x)
+        out = self.out(layer)
+        layer.first_transpose = (0, 2, 1, 3)
+        return out
+
+    def flat(self, x: Any) -> Any:
+        """Join the first two dimensions of a tensor. The others must be fixed."""
+        layer = self.network.add_shuffle(x)
+        out = self.out(layer)
+        layer.reshape_dims = (-1, *x.shape[2:])
+        return out
+
     # --- sizes
 
     def shape(self, x: Any) -> Any:
