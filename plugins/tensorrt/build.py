@@ -22,6 +22,7 @@ PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs
 COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
 COMMON_COMPACTION = tuple(f"KvCompact-bf16-l{length}" for length in (8, 16, 32, 64))
 _SOURCES = Path(__file__).parent
+MOST_SHARED = 48 * 1024  # bytes of shared memory: a launch with more must ask for it, which TensorRT is not known to do
 _HIDDEN = 2  # pointers that Triton appends to a kernel's parameters: global scratch, profile scratch
 
 
@@ -118,6 +119,11 @@ def _compile(kernel: Kernel, architecture: str, file: str, digest: str) -> tuple
     if binary.scratch_bytes:
         raise BuildError(
             f"{file}: the kernel wants {binary.scratch_bytes} bytes of scratch memory, which TensorRT does not give it"
+        )
+    if binary.shared_bytes > MOST_SHARED:
+        raise BuildError(
+            f"{file}: the kernel wants {binary.shared_bytes} bytes of shared memory, and TensorRT is not known to give "
+            f"it more than {MOST_SHARED}; use bf16 or fp16, or attention = 'native'"
         )
     ptx = without_hidden_parameters(binary.ptx, len(kernel.signature))
     launch = (binary.num_threads, binary.shared_bytes)

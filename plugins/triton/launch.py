@@ -8,6 +8,7 @@ from typing import Any
 GENERATION_ROWS = 4  # of a request, with 3 drafts: attention compiled for all steps suits these best
 TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two tiles in flight
 FP32_TILE_BYTES = 8192  # fp32 products, which are no mma.sync, hold both matrices in registers
+AOT_TILE_BYTES = 8192  # of kernels in a TensorRT plan, whose launcher is not known to grant more than 48 KB
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
 PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 for each thread
 
@@ -21,14 +22,16 @@ def left_rows(pairs: int) -> int:
     return 16 if pairs <= 16 else 32
 
 
-def attention_shape(head_dim: int, group: int, rows: int, element_bytes: int) -> dict[str, int]:
-    """Sizes for which attention is compiled.
+def attention_shape(
+    head_dim: int, group: int, rows: int, element_bytes: int, most_bytes: int = TILE_BYTES
+) -> dict[str, int]:
+    """Sizes for which attention is compiled. most_bytes: of keys in a tile.
 
     A row's bits follow from TILE, the number of keys that a program takes at a time. So TILE depends on the model
-    alone.
+    and the backend alone.
     """
     padded = max(16, 1 << (head_dim - 1).bit_length())
-    tile_bytes = FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES
+    tile_bytes = min(most_bytes, FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES)
     tile = min(64, max(16, tile_bytes // (padded * element_bytes)))
     return {"D": head_dim, "D_PADDED": padded, "GROUP": group, "BLOCK_M": rows, "TILE": tile}
 

@@ -23,6 +23,7 @@ import trtspec_plugins.tensorrt.build as build  # noqa: E402
 from trtspec_plugins.tensorrt import register  # noqa: E402
 from trtspec_plugins.tensorrt.kernels import KERNELS, kernel  # noqa: E402
 from trtspec_plugins.tensorrt.signatures import PLUGINS  # noqa: E402
+from trtspec_plugins.triton.compile import compile_kernel  # noqa: E402
 
 import trtspec.ops  # noqa: E402
 from tests.contract.fake_builder import (  # noqa: E402
@@ -260,6 +261,17 @@ def test_ptx_of_an_older_gpu_serves_a_newer_one_if_it_may() -> None:
     assert build.compiled_for("SpecAccept", "sm_103").target == "sm_80"  # sm_90a runs on 9.0 alone
     with pytest.raises(LookupError, match=r"compiled for sm_75: run build_scripts/build_plugins\.py --target"):
         build.compiled_for("SpecAccept", "sm_75")
+
+
+@pytest.mark.parametrize("shape", ["bf16-d128-g4", "bf16-d128-g8", "bf16-d256-g8", "fp32-d128-g4"])
+def test_attention_takes_no_more_shared_memory_than_every_launcher_grants(shape: str) -> None:
+    binary = compile_kernel(kernel(f"SpecAttention-{shape}"), "sm_90", ptx_version=build.PTX_VERSION)
+    assert binary.shared_bytes <= 48 * 1024
+
+
+def test_a_kernel_with_more_shared_memory_is_refused() -> None:
+    with pytest.raises(build.BuildError, match="bytes of shared memory, and TensorRT is not known to give"):
+        build.build(["sm_90"], ["SpecAttention-fp32-d256-g8"])
 
 
 def test_an_unknown_architecture_is_refused() -> None:
