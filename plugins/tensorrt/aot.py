@@ -20,7 +20,7 @@ import tensorrt.plugin as trtp
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
 from trtspec_plugins.tensorrt.device import architecture
-from trtspec_plugins.triton.launch import GENERATION_ROWS, float_bits, left_rows, path_tile
+from trtspec_plugins.triton.launch import aot_rows, float_bits, path_tile
 
 _SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
@@ -59,7 +59,9 @@ def _(
         )
     group = Hq.constant_value() // Hkv.constant_value()
     kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
-    pairs = left_rows(GENERATION_ROWS * group)  # (row, head) pairs of a program; requests begin their own programs
+    pairs = aot_rows(
+        D.constant_value(), group, 4 if q.dtype == trt.float32 else 2
+    )  # (row, head) pairs of a program; requests begin their own programs
     strides = [Hq * D, Hkv * D, Hkv * D]
     sizes = [T, B, columns, num_blocks, block_size, Hkv, *strides]
     integers = [*sizes, float_bits(scale), window, float_bits(softcap)]

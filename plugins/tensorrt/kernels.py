@@ -9,10 +9,9 @@ from trtspec_plugins.triton import accept, attention, compact, logits, sample
 from trtspec_plugins.triton.compile import Kernel
 from trtspec_plugins.triton.launch import (
     AOT_TILE_BYTES,
-    GENERATION_ROWS,
+    aot_rows,
     attention_options,
     attention_shape,
-    left_rows,
     path_tile,
 )
 
@@ -101,7 +100,7 @@ def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     metadata = dict.fromkeys(("cu_q_lens", "kv_lens", "block_tables"), "*i32")
     outputs = dict.fromkeys(("out", *(f"new_{cache}" for cache in _CACHES)), f"*{dtype}")
     size = _BYTES[dtype]
-    shape = attention_shape(head_dim, group, left_rows(GENERATION_ROWS * group), size, AOT_TILE_BYTES)
+    shape = attention_shape(head_dim, group, aot_rows(head_dim, group, size), size, AOT_TILE_BYTES)
     align = math.gcd(16, head_dim * size)  # TensorRT's tensors begin at multiples of 256 bytes
     constants = {**dict.fromkeys(_ATTENTION_ABSENT), **shape, "CHUNK": attention.CHUNK, "ALIGN": align}
     signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}

@@ -22,6 +22,11 @@ def left_rows(pairs: int) -> int:
     return 16 if pairs <= 16 else 32
 
 
+def aot_rows(head_dim: int, group: int, element_bytes: int) -> int:
+    """Number of rows of attention's left matrix in a TensorRT plan: wide heads leave shared memory for 16 alone."""
+    return 16 if _padded(head_dim) * element_bytes >= 512 else left_rows(GENERATION_ROWS * group)
+
+
 def attention_shape(
     head_dim: int, group: int, rows: int, element_bytes: int, most_bytes: int = TILE_BYTES
 ) -> dict[str, int]:
@@ -30,10 +35,14 @@ def attention_shape(
     A row's bits follow from TILE, the number of keys that a program takes at a time. So TILE depends on the model
     and the backend alone.
     """
-    padded = max(16, 1 << (head_dim - 1).bit_length())
+    padded = _padded(head_dim)
     tile_bytes = min(most_bytes, FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES)
     tile = min(64, max(16, tile_bytes // (padded * element_bytes)))
     return {"D": head_dim, "D_PADDED": padded, "GROUP": group, "BLOCK_M": rows, "TILE": tile}
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def attention_options(shape: dict[str, int], split: bool, element_bytes: int) -> dict[str, Any]:
