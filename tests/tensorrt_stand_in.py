@@ -228,6 +228,7 @@ class Context:
         self.work = 0
         self.results: dict[str, tuple[int, ...]] = {}
         self.ran = False
+        self.bindings = 0  # counts the changes of shapes and addresses
 
     def set_optimization_profile_async(self, profile_index: int, stream_handle: int) -> bool:
         self.profile = self.engine.profiles[profile_index]
@@ -243,11 +244,13 @@ class Context:
         least, _, most = self.profile[name]
         fits = len(shape) == len(least) and all(a <= b <= c for a, b, c in zip(least, shape, most, strict=True))
         if fits:
+            self.bindings += self.shapes.get(name) != tuple(shape)
             self.shapes[name] = tuple(shape)
         return fits
 
     def set_tensor_address(self, name: str, memory: int) -> bool:
         assert name in self.engine.names
+        self.bindings += self.addresses.get(name) != memory
         self.addresses[name] = memory
         return True
 
@@ -278,7 +281,13 @@ class Context:
         shapes, addresses = dict(self.shapes), dict(self.addresses)
         if shapes.keys() != set(self.engine.inputs) or addresses.keys() != set(self.engine.names):
             return False
-        cuda.queue(lambda: self._compute(shapes, addresses))
+        bindings = self.bindings if cuda.capturing is not None else None
+
+        def run() -> None:
+            assert bindings in (None, self.bindings), "the context of a captured graph has been bound to others since"
+            self._compute(shapes, addresses)
+
+        cuda.queue(run)
         self.ran = True
         return True
 

@@ -2,8 +2,9 @@
 
 Caches lie on the device. A plan's new caches are bound to the addresses of the old caches, which its plugins alias.
 Inputs are copied to the device and outputs to the host, on one stream. Steps of generations alone are captured as CUDA
-graphs by shapes and buffers, the second time that they occur. If a capture fails, as with plugins that call Python,
-steps are queued call by call.
+graphs by shapes and buffers, the second time that they occur. A graph has an execution context of its own, as setting
+other shapes may change what a context's graphs read. If a capture fails, as with plugins that call Python, steps are
+queued call by call.
 
 tests/e2e/test_tensorrt_runtime.py runs this file on stand-ins for TensorRT and CUDA, which does not show that a plan
 runs. tests/gpu/test_tensorrt.py shows that on machines with both.
@@ -169,25 +170,25 @@ class _Plan:
             {name: tuple(engine.get_tensor_profile_shape(name, profile)[2]) for name in graph.inputs}
             for profile in (MIXED, GENERATION)
         ]
-        self.contexts = [self._context(trt, profile, caches) for profile in (MIXED, GENERATION)]
+        self.trt, self.caches = trt, caches
+        self.work = cuda.allocate(int(engine.device_memory_size_v2))  # for all contexts, which never run at once
+        self.contexts = [self._context(profile) for profile in (MIXED, GENERATION)]
         self.sets = [self._buffers() for _ in range(2)]  # so inputs do not overwrite those of the last step
         self.turn = 0
         self.seen: set[tuple[Any, ...]] = set()
-        self.captured: dict[tuple[Any, ...], Callable[[], None]] = {}
+        self.captured: dict[tuple[Any, ...], tuple[Callable[[], None], Any]] = {}  # launches, with their contexts
         self.may_capture = True
 
-    def _context(self, trt: Any, profile: int, caches: Mapping[str, DeviceTensor]) -> Any:
-        """Create the context of a profile, with caches bound. Both share work memory, as they never run at once."""
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    def _context(self, profile: int) -> Any:
+        """Create a context of a profile, with caches bound."""
+        strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         context = self.engine.create_execution_context(strategy)
         if context is None or not context.set_optimization_profile_async(profile, self.stream):
             raise EngineError(
                 f"{self.graph.file}: TensorRT made no context for profile {profile}, its messages say why"
             )
-        if profile == MIXED:
-            self.work = self.cuda.allocate(int(self.engine.device_memory_size_v2))
         context.set_device_memory(self.work.address, self.work.nbytes)
-        for name, cache in caches.items():
+        for name, cache in self.caches.items():
             context.set_input_shape(name, cache.shape)
             context.set_tensor_address(name, cache.data_ptr())
             context.set_tensor_address(f"new_{name}", cache.data_ptr())
@@ -219,8 +220,7 @@ class _Plan:
         buffers, self.turn = self.sets[self.turn], 1 - self.turn
         for name, tensor in zip(self.graph.inputs, tensors, strict=True):
             self.cuda.to_device(buffers[name].address, tensor, self.stream)
-        context = self._bind(profile, shapes, buffers)
-        self._queue(context, (profile, self.turn, shapes))
+        context = self._launch(profile, shapes, buffers)
         results = []
         for name, dtype in zip(self.outputs, self.dtypes, strict=True):
             result = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype)
@@ -243,29 +243,33 @@ class _Plan:
                 )
         return MIXED
 
-    def _bind(self, profile: int, shapes: tuple[tuple[int, ...], ...], buffers: Mapping[str, Memory]) -> Any:
-        context = self.contexts[profile]
+    def _launch(self, profile: int, shapes: tuple[tuple[int, ...], ...], buffers: Mapping[str, Memory]) -> Any:
+        """Queue one launch, as a CUDA graph if there is one for these shapes and buffers. Return its context."""
+        key = (profile, self.turn, shapes)
+        if key in self.captured:
+            launch, context = self.captured[key]
+            launch()
+            return context
+        again = profile == GENERATION and key in self.seen
+        captures = again and self.may_capture and len(self.captured) < _MOST_GRAPHS
+        context = self._context(profile) if captures else self.contexts[profile]
+        self._bind(context, shapes, buffers)
+        self._enqueue(context)  # TensorRT also requires one such run before a capture
+        if captures:
+            self._capture(context, key)
+        self.seen.add(key)
+        return context
+
+    def _bind(self, context: Any, shapes: tuple[tuple[int, ...], ...], buffers: Mapping[str, Memory]) -> None:
         for name, shape in zip(self.graph.inputs, shapes, strict=True):
             if not context.set_input_shape(name, shape):
                 raise EngineError(f"{self.graph.file}: TensorRT refuses {name} of shape {list(shape)}")
         for name, memory in buffers.items():
             context.set_tensor_address(name, memory.address)
-        return context
-
-    def _queue(self, context: Any, key: tuple[Any, ...]) -> None:
-        """Queue one launch. key: profile, buffers and shapes for which a CUDA graph is made."""
-        launch = self.captured.get(key)
-        if launch is None:
-            self._enqueue(context)  # TensorRT also requires one such run before a capture
-            if self.may_capture and key[0] == GENERATION and key in self.seen and len(self.captured) < _MOST_GRAPHS:
-                self._capture(context, key)
-            self.seen.add(key)
-        else:
-            launch()
 
     def _capture(self, context: Any, key: tuple[Any, ...]) -> None:
         try:
-            self.captured[key] = self.cuda.capture(self.stream, lambda: self._enqueue(context))
+            self.captured[key] = self.cuda.capture(self.stream, lambda: self._enqueue(context)), context
         except EngineError as error:
             self.may_capture = False
             logger.warning("%s runs without CUDA graphs: %s", self.graph.file, error)
