@@ -26,9 +26,10 @@ from tests.e2e.tiny import (
     with_constraints,
 )
 from tests.head_checkpoints import make_eagle, make_eagle3
-from trtspec import LLM, RequestOutput, SamplingParams
+from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from trtspec.backends.compiled import LoadedGraph
 from trtspec.backends.cuda import aoti as cuda_aoti
-from trtspec.backends.cuda.executable import LaunchLimits
+from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
 from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
@@ -135,7 +136,7 @@ def test_ids_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueu
 def test_constraints_on_logits_are_those_of_eager_decoding(models: dict[str, Path], work: HostQueue, mode: str) -> None:
     """Outputs and logprobs with constraints are those of eager decoding.
 
-    A batch with a constrained request runs kernel by kernel. No step is launched before the last has completed.
+    A batch with penalties or biases runs kernel by kernel. No step is launched before the last has completed.
     """
     drawn = draw_cases(24, 6, most_prompt=60, most_tokens=40)
     cases = drawn[:8] + with_constraints(drawn[8:])
@@ -145,10 +146,41 @@ def test_constraints_on_logits_are_those_of_eager_decoding(models: dict[str, Pat
         got = [one.outputs[0] for one in generated(llm, cases)]
         assert isinstance(llm.engine.loop, OverlapLoop) == (mode != "draft_model")
         assert_all_blocks_free(llm)
-    assert work.num_replayed > 0  # batches without constraints
+    assert work.num_replayed > 0  # batches without penalties and biases
     for one, other in zip(got, want, strict=True):
         assert one.token_ids == other.token_ids
         assert one.logprobs == other.logprobs
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3"])
+def test_logprobs_and_masks_do_not_stop_graphs(
+    models: dict[str, Path], work: HostQueue, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Generations with logprobs, and with masks of what they may draw, run as graphs, with eager's outputs."""
+    lasting: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
+    guide = StructuredOutputs(regex="(bg|gb|g){40,}")
+    params = [
+        SamplingParams(logprobs=2, **lasting),
+        SamplingParams(temperature=1.0, seed=1, **lasting),
+        SamplingParams(temperature=0.8, seed=2, max_tokens=40, structured_outputs=guide),
+    ]
+    cases = [Case([i + 1, 2, 3, 5 * i], one) for i, one in enumerate(params)]
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        want = [one.outputs[0] for one in generated(llm, cases)]
+    by_kernels: list[bool] = []
+    run_kernels = CudaExecutable._run_kernels
+
+    def run(self: CudaExecutable, graph: LoadedGraph, *rest: Any) -> Any:
+        by_kernels.append(graph.uniform)
+        return run_kernels(self, graph, *rest)
+
+    monkeypatch.setattr(CudaExecutable, "_run_kernels", run)
+    for some in (cases[:2], cases):  # logprobs without masks, and with them
+        with LLM(models["target"], speculation(models, mode), backend="cuda", **LIMITS) as llm:
+            got = [one.outputs[0] for one in generated(llm, some)]
+        assert [one.token_ids for one in got] == [one.token_ids for one in want[: len(some)]]
+        assert [one.logprobs for one in got] == [one.logprobs for one in want[: len(some)]]
+    assert set(by_kernels) == {False}  # steps with prompts, or with fewer drafts than K
 
 
 def generated(llm: LLM, cases: list[Case]) -> list[RequestOutput]:

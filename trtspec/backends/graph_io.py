@@ -101,8 +101,8 @@ class GraphOutput:
     extra_columns: int | None = None  # in tensors made for the next step, number of columns that are not drafts
 
 
-def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype) -> GraphInput:
-    return GraphInput(f"spec.constraints.{name}", dims, dtype, taker="constraints", user="constraints")
+def _constraint(name: str, dims: tuple[str, ...], dtype: torch.dtype, fill: int = 0) -> GraphInput:
+    return GraphInput(f"spec.constraints.{name}", dims, dtype, fill, taker="constraints", user="constraints")
 
 
 _bool, _i32, _i64, _f32 = torch.bool, torch.int32, torch.int64, torch.float32
@@ -141,7 +141,7 @@ INPUTS = {
         _constraint("penalties", ("R", "kinds"), _f32),  # 3, or 0 if no row has penalties
         _constraint("bias_ids", ("R", "biases"), _i32),
         _constraint("bias_values", ("R", "biases"), _f32),
-        _constraint("allow_mask", ("R", "words"), _i32),
+        _constraint("allow_mask", ("R", "words"), _i32, fill=-1),  # every token may be drawn
     )
 }
 

@@ -93,7 +93,7 @@ class CudaExecutable(CompiledExecutable):
         self._width = max(compiled.draft_lens) + 1  # number of tokens kept for each request
         self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
         taken = {name for graph in self._graphs if graph.uniform for name in graph.names}
-        largest = self._input_region(self._width - 1, limits.buckets[-1], EVERY_KIND, taken)
+        largest = self._input_region(self._width - 1, limits.buckets[-1], EVERY_KIND | {"masks"}, taken)
         given = self._output_region(self._width - 1, limits.buckets[-1])
         self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
         device = work.device
@@ -113,13 +113,14 @@ class CudaExecutable(CompiledExecutable):
         """Queue a step, as protocols.AsyncExecutable says. EngineError for inputs that a graph would misread."""
         graph, tensors = self._checked(inputs)
         spec = inputs.spec
-        kind = self.kind(spec.sampling)
-        if graph.uniform and spec.constraints is None and spec.sampling.ban_ids.shape[1] <= BAN_COLUMNS:
+        kind = self._kind_of_batch(spec) if graph.uniform else None
+        if kind is not None:
             captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
+        kind = self.kind(spec.sampling) | {"constraints", "masks"}
         tensors = [
-            given if leaves_out(kind | {"constraints"}, name) else tensor
+            given if leaves_out(kind, name) else tensor
             for name, given, tensor in zip(graph.names, read, tensors, strict=True)
         ]
         return self._run_kernels(graph, tensors, carry, spec)
@@ -148,6 +149,18 @@ class CudaExecutable(CompiledExecutable):
         """Kind of a graph for such rows."""
         return EVERY_KIND if self.takes_all else kind_of(sampling)
 
+    def _kind_of_batch(self, spec: SpecMetadata) -> Kind | None:
+        """Kind of a graph that takes a batch of generations; None if no graph does."""
+        constraints = spec.constraints
+        if spec.sampling.ban_ids.shape[1] > BAN_COLUMNS:
+            return None
+        if constraints is None:
+            return self.kind(spec.sampling)
+        if constraints.history.numel() or constraints.penalties.numel() or constraints.bias_ids.numel():
+            return None  # their sizes grow with the sequences
+        masks: Kind = frozenset(("logits", "masks") if constraints.allow_mask.numel() else ("logits",))
+        return self.kind(spec.sampling) | masks
+
     @property
     def most_kinds(self) -> tuple[Kind, ...]:
         """Kinds of the graphs that most steps need."""
@@ -158,14 +171,14 @@ class CudaExecutable(CompiledExecutable):
     def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Iterable[str]) -> Region:
         """Return the layout of the inputs of a uniform graph."""
         sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
-        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
+        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS, "words": -(-self.compiled.vocab_size // 32)}
         return Region.of_inputs(kind, (*names, *CARRY), sizes)
 
     def _output_region(self, draft_len: int, batch: int) -> Region:
         sizes = {"R": batch * (draft_len + 1), "B": batch, "K": draft_len, "K + 1": draft_len + 1}
         parts: Parts = {}
         for name in self.compiled.outputs:
-            if name not in (_ON_DEVICE, _LOGITS):  # CUDA graphs do not return these
+            if name not in (_ON_DEVICE, _LOGITS):  # CUDA graphs do not return states; logits are too large
                 row = OUTPUTS[name]
                 parts[name] = tuple(sizes[dim] for dim in row.dims), cast("torch.dtype", row.dtype)
         return Region(parts)
@@ -189,7 +202,8 @@ class CudaExecutable(CompiledExecutable):
             named = {**there, **unused}
             carry = Carry(there["carry_tokens"], there["carry_kept"])
             given = self._step(graph, [named[name] for name in graph.names], carry)
-            return {name: tensor for name, tensor in zip(self.compiled.outputs, given, strict=True) if name != _LOGITS}
+            named = dict(zip(self.compiled.outputs, given, strict=True))
+            return {name: tensor for name, tensor in named.items() if name != _LOGITS or "logits" in kind}
 
         def put_back() -> None:
             self._new_tokens.copy_(kept[0])
@@ -207,11 +221,13 @@ class CudaExecutable(CompiledExecutable):
         named = dict(zip(graph.names, tensors, strict=True))
         if carry is not None:
             named |= {"carry_tokens": carry.tokens, "carry_kept": carry.kept}
-        views = self._memory.replay(captured, named)
+        copies: dict[str, Tensor] | None = {} if captured.large else None
+        views = self._memory.replay(captured, named, copies)
 
         def read() -> StepOutputs:
             rows = {"B": spec.batch_size, "R": spec.batch_size * (graph.draft_len + 1)}
             given = {name: view[: rows[OUTPUTS[name].dims[0]]].clone() for name, view in views.items()}
+            given |= {name: copy[: rows[OUTPUTS[name].dims[0]]] for name, copy in (copies or {}).items()}
             return self._outputs(given, spec)
 
         return DeviceLaunch(self._work.mark(), read)

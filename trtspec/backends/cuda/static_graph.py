@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -33,11 +33,13 @@ _ALIGNMENT = 16  # bytes that kernels load at once
 Parts = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of tensors by name."""
 
-Kind = frozenset[User]
+Kind = frozenset[User | Literal["logits", "masks"]]
 """Sampling options that a graph has inputs for. An option without inputs costs no kernels.
 
-No graph has inputs for logit constraints: batches with constraints run kernel by kernel.
+"logits": the graph also returns logits. "masks": it takes masks of the tokens that may be drawn. No graph takes other
+logit constraints: batches with penalties or biases run kernel by kernel.
 """
+MASKS = "allow_mask"
 
 EVERY_KIND: Kind = frozenset(("sampled", "filtered", "bans"))
 _OPTIONAL = [(row.name, row.user) for row in INPUTS.values() if row.user in EVERY_KIND]
@@ -50,7 +52,7 @@ def kind_of(sampling: SamplingTensors) -> Kind:
 
 def leaves_out(kind: Kind, name: str) -> bool:
     """Whether graphs of a kind leave out an input."""
-    user = _ROWS[name].user
+    user = "masks" if name == MASKS else _ROWS[name].user
     return user != "" and user not in kind
 
 
@@ -87,13 +89,17 @@ class Region:
 
 @dataclass(frozen=True)
 class StaticGraph:
-    """A captured graph: views of its inputs and outputs in the host's regions, and the function that replays it."""
+    """A captured graph: views of its inputs and outputs in the host's regions, and the function that replays it.
+
+    large: outputs that have no place in the regions, on the device.
+    """
 
     width: int  # rows per request
     in_bytes: int
     out_bytes: int
     staged: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
     host_outputs: tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+    large: Mapping[str, Tensor]
     replay: Callable[[], None]
 
 
@@ -111,7 +117,7 @@ class GraphMemory:
     def capture(
         self, inputs: Region, outputs: Region, width: int, step: Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
     ) -> StaticGraph:
-        """Capture `step`, a function of inputs on the device -> outputs on the device.
+        """Capture `step`, a function of inputs on the device -> outputs on the device. Others than `outputs` are large.
 
         The step runs on padding alone, which changes nothing but scratch. No launch is in flight meanwhile.
         """
@@ -123,20 +129,28 @@ class GraphMemory:
         def bring() -> None:
             self._inputs_there[: inputs.nbytes].copy_(self._staging[0][: inputs.nbytes])
 
+        large: dict[str, Tensor] = {}
+
         def run() -> None:
             for name, tensor in step(there).items():
-                given[name].copy_(tensor)
+                if name in given:
+                    given[name].copy_(tensor)
+                else:
+                    large[name] = tensor
 
         _fill(staged[0], width, {})
         self._work.submit(bring)
         replay = self._work.capture(run)
         self._work.mark().wait()
-        return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, host_outputs, replay)
+        return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, host_outputs, large, replay)
 
-    def replay(self, graph: StaticGraph, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def replay(
+        self, graph: StaticGraph, tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
+    ) -> Mapping[str, Tensor]:
         """Queue the graph for these inputs and return views of its outputs in host memory, with padding after them.
 
-        The outputs are there when the graph is done, and stay until the replay after the next.
+        The outputs are there when the graph is done, and stay until the replay after the next. copies: gets copies of
+        large outputs, in host memory.
         """
         slot = self._slot = 1 - self._slot
         _fill(graph.staged[slot], graph.width, tensors)
@@ -146,6 +160,8 @@ class GraphMemory:
             self._inputs_there[: graph.in_bytes].copy_(staging, non_blocking=True)
             graph.replay()
             readback.copy_(self._outputs_there[: graph.out_bytes], non_blocking=True)
+            if copies is not None:
+                copies.update((name, self._work.to_host(tensor)) for name, tensor in graph.large.items())
 
         self._work.submit(work)
         return graph.host_outputs[slot]
