@@ -29,7 +29,9 @@ from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from trtspec.backends.compiled import LoadedGraph
 from trtspec.backends.cuda import aoti as cuda_aoti
+from trtspec.backends.cuda import executable as cuda_executable
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
+from trtspec.backends.cuda.static_graph import StaticGraph
 from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
@@ -400,6 +402,24 @@ def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str
             llm.engine.step()
         assert work.num_captured > before
         assert [Outcome.of(request) for request in requests] == outcomes
+
+
+@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
+def test_graphs_have_block_tables_as_wide_as_the_batch_needs(
+    models: dict[str, Path], work: HostQueue, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sequence that grows goes through graphs of more and more columns, whatever the longest possible is."""
+    monkeypatch.setattr(cuda_executable, "LEAST_COLUMNS", 2)
+    case = Case([1, 2, 3], SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True))
+    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
+        (outcome,) = run_alone(llm.engine, [case])
+    with LLM(models["target"], speculation(models, mode), backend="cuda", **LIMITS) as llm:
+        assert run_alone(llm.engine, [case]) == [outcome]
+        captured: dict[Any, StaticGraph] = llm.engine.executables[0].inner._captured
+    widths = {graph.staged[0]["block_tables"].shape[1] for graph in captured.values()}
+    assert widths == {key[2] for key in captured}
+    assert widths >= {2, 8, 16}
+    assert {key[2] for key in captured if key[1] > 1} == {2}  # no larger batch has run since the start
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

@@ -151,7 +151,7 @@ def test_a_longer_gap_is_read_in_first_and_no_further_than_it_must(draft: Draft)
 def test_the_graphs_that_most_steps_need_are_there_at_the_start(draft: Draft) -> None:
     chain: Any = draft.drafter.chain
     keys = set(chain.inner._captured)
-    assert {size for size, length, _ in keys if length == K} == {1, 2, 4, 5}
+    assert {size for size, _, length, _ in keys if length == K} == {1, 2, 4, 5}
 
 
 def test_an_id_that_nothing_could_be_drawn_for_is_not_read_in(draft: Draft) -> None:

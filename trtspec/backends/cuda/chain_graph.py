@@ -28,49 +28,51 @@ class ChainOnCuda:
 
     def __init__(self, draft: CudaExecutable, work: WorkQueue, limits: LaunchLimits, longest: int) -> None:
         self._draft, self._work, self._limits, self._longest = draft, work, limits, longest
-        self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
+        self._captured: dict[tuple[int, int, int, Kind], StaticGraph] = {}
         batch = limits.max_batch_size
-        inputs, outputs = self._inputs(batch, EVERY_KIND), self._outputs(batch, longest)
+        inputs, outputs = self._inputs(batch, limits.max_columns, EVERY_KIND), self._outputs(batch, longest)
         self._memory = GraphMemory(work, inputs.nbytes, outputs.nbytes)
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the graphs that most steps need: those of the longest chains.
+        """Capture the graphs that most steps need: those of the longest chains, for short sequences.
 
         The other graphs are captured on first use. report: is called with the number done and the total.
         """
         todo = [(size, kind) for size in self._limits.buckets[::-1] for kind in self._draft.most_kinds]
         for done, (size, kind) in enumerate(todo):
             report(done, len(todo))
-            self._graph(size, self._longest, kind)
+            self._graph(size, self._limits.least_columns, self._longest, kind)
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
         """Run the chain and return its drafts [B, K]; None if requests ban more ids than graphs have columns for."""
         batch, sampling = inputs.attn.batch_size, inputs.spec.sampling
         if sampling.ban_ids.shape[1] > BAN_COLUMNS:
             return None
-        graph = self._graph(self._limits.bucket(batch), num_tokens, self._draft.kind(sampling))
+        columns = self._limits.columns(inputs.attn.block_tables)
+        graph = self._graph(self._limits.bucket(batch), columns, num_tokens, self._draft.kind(sampling))
         views = self._memory.replay(graph, graph_inputs(inputs, _INPUTS))
         self._work.mark().wait()
         return views["drafts"][:batch].clone()
 
-    def _graph(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
-        key = (batch, num_tokens, kind)
+    def _graph(self, batch: int, columns: int, num_tokens: int, kind: Kind) -> StaticGraph:
+        key = (batch, columns, num_tokens, kind)
         if key not in self._captured:
             self._captured[key] = self._capture(*key)
         return self._captured[key]
 
-    def _capture(self, batch: int, num_tokens: int, kind: Kind) -> StaticGraph:
+    def _capture(self, batch: int, columns: int, num_tokens: int, kind: Kind) -> StaticGraph:
         unused = left_out(kind, _SAMPLING, batch, self._work.device)
 
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             drafts = chain_step({**there, **unused}, num_tokens, self._draft.run_pass, self._draft.compiled.vocab_size)
             return {"drafts": drafts}
 
-        return self._memory.capture(self._inputs(batch, kind), self._outputs(batch, num_tokens), CHAIN_ROWS, step)
+        inputs, outputs = self._inputs(batch, columns, kind), self._outputs(batch, num_tokens)
+        return self._memory.capture(inputs, outputs, CHAIN_ROWS, step)
 
-    def _inputs(self, batch: int, kind: Kind) -> Region:
+    def _inputs(self, batch: int, columns: int, kind: Kind) -> Region:
         sizes = {"T": CHAIN_ROWS * batch, "R": batch, "B": batch}
-        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS}
+        sizes |= {"columns": columns, "bans": BAN_COLUMNS}
         return Region.of_inputs(kind, _INPUTS, sizes)
 
     def _outputs(self, batch: int, num_tokens: int) -> Region:

@@ -1,9 +1,10 @@
 """Steps on a GPU through torch: the host queues them without waiting, and generation steps run as CUDA graphs.
 
 A CUDA graph runs the same kernels on the same memory again, at next to no cost to the host. So steps of generations
-alone are captured for a few batch sizes (buckets). A smaller batch is padded with rows that write to scratch.
-static_graph.py has the memory of inputs and outputs. Steps with a context row run kernel by kernel. So do all steps
-that return or take hidden states, because the number of their rows depends on what was accepted.
+alone are captured for a few batch sizes (buckets). A smaller batch is padded with rows that write to scratch. Block
+tables have a few widths too, as attention launches blocks for as many tokens as a table holds. static_graph.py has the
+memory of inputs and outputs. Steps with a context row run kernel by kernel. So do all steps that return or take hidden
+states, because the number of their rows depends on what was accepted.
 
 Tokens that a step draws stay on the device, where the next step can read them (core.Carry). Hidden states are taken and
 returned on the device, without a copy.
@@ -58,6 +59,25 @@ class LaunchLimits:
         """Smallest bucket that holds `batch` requests."""
         return next(size for size in self.buckets if size >= batch)
 
+    @property
+    def least_columns(self) -> int:
+        """Smallest width of a graph's block tables."""
+        return min(LEAST_COLUMNS, self.max_columns)
+
+    def columns(self, tables: Tensor) -> int:
+        """Width of the block tables of a graph for `tables` [B, M], whose last columns may be unused.
+
+        It is LEAST_COLUMNS times a power of two, or max_columns.
+        """
+        used = tables.any(0).nonzero()
+        needed, width = int(used[-1]) + 1 if len(used) else 1, self.least_columns
+        while width < needed:
+            width *= 2
+        return min(width, self.max_columns)
+
+
+LEAST_COLUMNS = 64
+
 
 _ON_DEVICE = "hidden_states"
 """Input and output that stay on the device."""
@@ -91,10 +111,11 @@ class CudaExecutable(CompiledExecutable):
         self._work, self._limits = work, limits
         super().__init__(compiled, folder, kv)
         self._width = max(compiled.draft_lens) + 1  # number of tokens kept for each request
-        self._captured: dict[tuple[int, int, Kind], StaticGraph] = {}
+        self._captured: dict[tuple[int, int, int, Kind], StaticGraph] = {}
         taken = {name for graph in self._graphs if graph.uniform for name in graph.names}
-        largest = self._input_region(self._width - 1, limits.buckets[-1], EVERY_KIND | {"masks"}, taken)
-        given = self._output_region(self._width - 1, limits.buckets[-1])
+        most = self._width - 1, limits.buckets[-1]
+        largest = self._input_region(*most, limits.max_columns, EVERY_KIND | {"masks"}, taken)
+        given = self._output_region(*most)
         self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
         device = work.device
         # next_new_tokens and next_kv_lens of the last launch
@@ -115,7 +136,8 @@ class CudaExecutable(CompiledExecutable):
         spec = inputs.spec
         kind = self._kind_of_batch(spec) if graph.uniform else None
         if kind is not None:
-            captured = self._graph(graph, self._limits.bucket(spec.batch_size), kind)
+            columns = self._limits.columns(tensors[graph.names.index("block_tables")])
+            captured = self._graph(graph, self._limits.bucket(spec.batch_size), columns, kind)
             return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         kind = self.kind(spec.sampling) | {"constraints", "masks"}
@@ -126,7 +148,7 @@ class CudaExecutable(CompiledExecutable):
         return self._run_kernels(graph, tensors, carry, spec)
 
     def capture(self, report: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Capture the graphs that most steps need: greedy graphs, and graphs with every filter.
+        """Capture the graphs that most steps need: greedy graphs, and graphs with every filter, for short sequences.
 
         The other graphs are captured on first use. report: is called with the number done and the total.
         """
@@ -136,9 +158,8 @@ class CudaExecutable(CompiledExecutable):
             for graph in self._graphs
             if graph.uniform and (self.compiled.makes_drafts or graph.draft_len in lengths)
         ]
-        todo = [
-            (graph, size, kind) for graph in uniform for size in self._limits.buckets[::-1] for kind in self.most_kinds
-        ]
+        sizes, columns = self._limits.buckets[::-1], self._limits.least_columns
+        todo = [(graph, size, columns, kind) for graph in uniform for size in sizes for kind in self.most_kinds]
         for done, one in enumerate(todo):
             report(done, len(todo))
             self._graph(*one)
@@ -168,10 +189,10 @@ class CudaExecutable(CompiledExecutable):
             return (EVERY_KIND,)
         return frozenset(), EVERY_KIND - {"bans"}
 
-    def _input_region(self, draft_len: int, batch: int, kind: Kind, names: Iterable[str]) -> Region:
+    def _input_region(self, draft_len: int, batch: int, columns: int, kind: Kind, names: Iterable[str]) -> Region:
         """Return the layout of the inputs of a uniform graph."""
         sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
-        sizes |= {"columns": self._limits.max_columns, "bans": BAN_COLUMNS, "words": -(-self.compiled.vocab_size // 32)}
+        sizes |= {"columns": columns, "bans": BAN_COLUMNS, "words": -(-self.compiled.vocab_size // 32)}
         return Region.of_inputs(kind, (*names, *CARRY), sizes)
 
     def _output_region(self, draft_len: int, batch: int) -> Region:
@@ -183,14 +204,14 @@ class CudaExecutable(CompiledExecutable):
                 parts[name] = tuple(sizes[dim] for dim in row.dims), cast("torch.dtype", row.dtype)
         return Region(parts)
 
-    def _graph(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
-        key = (graph.draft_len, batch, kind)
+    def _graph(self, graph: LoadedGraph, batch: int, columns: int, kind: Kind) -> StaticGraph:
+        key = (graph.draft_len, batch, columns, kind)
         if key not in self._captured:
-            self._captured[key] = self._capture(graph, batch, kind)
+            self._captured[key] = self._capture(graph, batch, columns, kind)
         return self._captured[key]
 
-    def _capture(self, graph: LoadedGraph, batch: int, kind: Kind) -> StaticGraph:
-        inputs = self._input_region(graph.draft_len, batch, kind, graph.names)
+    def _capture(self, graph: LoadedGraph, batch: int, columns: int, kind: Kind) -> StaticGraph:
+        inputs = self._input_region(graph.draft_len, batch, columns, kind, graph.names)
         rows, device = batch * (graph.draft_len + 1), self._work.device
         unused = left_out(kind, graph.names, rows, device)
         kept: list[Tensor] = []
