@@ -27,11 +27,15 @@ import math
 import torch
 import triton
 import triton.language as tl
-from trtspec_plugins.triton.launch import attention_options, attention_shape, float_bits, left_rows
-
-CHUNK = 256  # keys of each of the first chunks; a multiple of every tile
-SPLIT_BELOW = 512  # programs; fewer leave many of a GPU's 108 to 188 SMs idle, or wait for the longest request
-MOST_SCRATCH = 256 << 20  # bytes
+from trtspec_plugins.triton.launch import (
+    CHUNK,
+    MOST_SCRATCH,
+    SPLIT_BELOW,
+    attention_options,
+    attention_shape,
+    float_bits,
+    left_rows,
+)
 
 _HIGHEST_FLOAT = tl.constexpr(3.4028234e38)
 _NOTHING = tl.constexpr(-1e30)  # highest score where nothing is seen: finite, so that differences are finite too

@@ -9,6 +9,9 @@ GENERATION_ROWS = 4  # of a request, with 3 drafts: attention compiled for all s
 TILE_BYTES = 16384  # of keys, and of values, in a tile: a program of attention has two tiles in flight
 FP32_TILE_BYTES = 8192  # fp32 products, which are no mma.sync, hold both matrices in registers
 AOT_TILE_BYTES = 8192  # of kernels in a TensorRT plan, whose launcher is not known to grant more than 48 KB
+SPLIT_BELOW = 512  # programs; fewer leave many of a GPU's 108 to 188 SMs idle, or wait for the longest request
+MOST_SCRATCH = 256 << 20  # bytes
+CHUNK = 256  # keys of each of the first chunks; a multiple of every tile
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
 PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 for each thread
 
@@ -54,6 +57,12 @@ def attention_options(shape: dict[str, int], split: bool, element_bytes: int) ->
     wide = shape["BLOCK_M"] * shape["D_PADDED"] * element_bytes > 4096
     options = {"num_warps": 8 if wide else 4, "enable_fp_fusion": False}
     return options if split and shape["BLOCK_M"] == 16 else {**options, "maxnreg": 255}
+
+
+def most_scratch(length: int, head_dim: int) -> int:
+    """Upper bound of the bytes of scratch memory that attention over `length` tokens takes, whatever its rows."""
+    chunks = -(-length // CHUNK)
+    return min(MOST_SCRATCH, 32 * SPLIT_BELOW * chunks * (head_dim + 2) * 4) if chunks > 1 else 0
 
 
 def path_tile(length: int) -> tuple[int, int]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec.backends.compiled import CompiledStep
+from trtspec.backends.describe import describe_graph
+from trtspec.backends.sizes import Sizes
 from trtspec.backends.table import BACKENDS
 from trtspec.build import kv_plan
 from trtspec.build.context import BuildContext, Role, plan_context
@@ -68,6 +74,37 @@ def test_weights_are_counted_as_they_will_be_loaded(target: Path, tmp_path: Path
     assert gpu_memory(model, MUCH)["weights"] == loaded > 10**6
 
 
+class _Peak(TorchDispatchMode):
+    """The most bytes that tensors made within the mode hold at the same time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        results = op(*args, **(kwargs or {}))
+        for one in tree_leaves(results):
+            if isinstance(one, Tensor) and one.untyped_storage()._cdata not in given:
+                size = one.untyped_storage().nbytes()
+                self.alive += size
+                self.most = max(self.most, self.alive)
+                weakref.finalize(one.untyped_storage(), self._free, size)
+        return results
+
+    def _free(self, size: int) -> None:
+        self.alive -= size
+
+
+def test_a_launch_takes_no_more_than_is_counted(target: Path) -> None:
+    """Tensors that are alive at the same time, in a launch of the largest size on the meta device, were counted."""
+    model = planned(target, dtype="bfloat16")
+    (step,) = build_steps(model.described()).values()
+    with _Peak() as peak:
+        describe_graph(step, Sizes.of(model.config, 128, 0, 0), "ragged", 0, functional=False)
+    assert peak.most <= gpu_memory(model, MUCH)["activations"]
+
+
 def test_graphs_of_a_draft_have_two_rows_a_request(target: Path) -> None:
     """CUDA graphs of a draft are as large as those of a target that verifies one draft, but with one row of logits.
 
@@ -102,15 +139,16 @@ def test_a_cache_that_does_not_fit_is_refused_with_one_that_does(target: Path) -
 
 def test_what_would_fit_is_said_and_does(target: Path) -> None:
     """Every setting that the error names does fit. Without graphs there is more room, too."""
-    model = planned(target, max_num_tokens=2048)
-    needed = parts(model) + 5 * bytes_per_block(model)
-    with pytest.raises(CapacityError, match="these would fit: ") as error:
-        plan_gpu_blocks(model, needed)
-    named = re.findall(r"(quantization|max_num_tokens|max_batch_size) = ('\w+'|\d+)", str(error.value))
-    assert {name for name, _ in named} >= {"quantization", "max_num_tokens"}
-    for name, value in named:
-        change = {"max_num_tokens": 2048, name: value.strip("'") if "'" in value else int(value)}
-        assert plan_gpu_blocks(planned(target, **change), needed) >= 2
+    for rows, setting in ((2048, "max_num_tokens"), (64, "quantization")):
+        model = planned(target, max_num_tokens=rows)
+        needed = parts(model) + 5 * bytes_per_block(model)
+        with pytest.raises(CapacityError, match="these would fit: ") as error:
+            plan_gpu_blocks(model, needed)
+        named = re.findall(r"(quantization|max_num_tokens|max_batch_size) = ('\w+'|\d+)", str(error.value))
+        assert setting in {name for name, _ in named}
+        for name, value in named:
+            change = {"max_num_tokens": rows, name: value.strip("'") if "'" in value else int(value)}
+            assert plan_gpu_blocks(planned(target, **change), needed) >= 2
     with pytest.raises(CapacityError, match="no smaller setting of this model fits"):
         plan_gpu_blocks(model, 10**5)
     less = parts(planned(target, enable_cuda_graph=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,10 +11,11 @@ from trtspec.backends.cuda.executable import has_uniform_graphs
 from trtspec.backends.sizes import Sizes
 from trtspec.build.context import BuildContext, Role
 from trtspec.build.kv_plan import bytes_per_block, full_kv_blocks, wanted_kv_blocks
-from trtspec.build.memory import activations, table_bytes
+from trtspec.build.memory import activations, silu_bytes, table_bytes
 from trtspec.build.steps import build_steps
 from trtspec.errors import CapacityError, UnsupportedError
 from trtspec.methods.drafter import CHAIN_ROWS
+from trtspec.methods.step import Step
 from trtspec.models.layers import weight_bytes
 
 _ALIVE = 2  # an op's inputs and outputs are in memory at the same time
@@ -53,18 +55,28 @@ def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
     K = context.max_draft_len
     # (K, rows of a request in a graph): a draft model draws one token
     shapes: dict[Role, tuple[int, int]] = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
-    parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs"), 0)
+    launch: Any = importlib.import_module("trtspec_plugins.triton.launch")  # does not need Triton
+    parts = dict.fromkeys(("weights", "tables", "activations", "CUDA graphs", "attention scratch"), 0)
     parts["weights"] = weight_bytes(*described.values())  # a head may share some of the target's
     for role, step in described.items():
         draft_len, width = shapes[role]
         sizes = Sizes.of(config, context.max_seq_len, draft_len, 0)
         in_graphs = replace(sizes, rows=config.max_batch_size * width)
         parts["tables"] += table_bytes(step)
-        parts["activations"] += _ALIVE * sum(part.bytes for part in activations(step, sizes))
+        parts["activations"] += _launch_bytes(step, sizes)
+        longest = context.max_seq_len + sizes.rows
+        scratch = max((launch.most_scratch(longest, layer.head_dim) for layer in step.kv_layers), default=0)
+        parts["attention scratch"] += scratch
         # CUDA graphs share a memory of their own, as large as the largest batch needs
         if context.of(role).cuda_graphs and has_uniform_graphs(step):
-            parts["CUDA graphs"] += _ALIVE * sum(part.bytes for part in activations(step, in_graphs))
+            parts["CUDA graphs"] += _launch_bytes(step, in_graphs)
+            parts["attention scratch"] += scratch
     return {**parts, "margin": int(_MARGIN * free)}
+
+
+def _launch_bytes(step: Step, sizes: Sizes) -> int:
+    """Bytes that a launch of these sizes takes for a while."""
+    return _ALIVE * sum(part.bytes for part in activations(step, sizes)) + silu_bytes(step, sizes.rows)
 
 
 def _least_blocks(context: BuildContext) -> int:

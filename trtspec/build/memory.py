@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from trtspec.backends.sizes import Sizes
-from trtspec.methods.step import Step
+from trtspec.methods.step import GATE_UP, Step
 from trtspec.models.layers import Linear
 
 
@@ -34,6 +34,11 @@ def activations(step: Step, sizes: Sizes) -> tuple[Activation, ...]:
     if step.draft_vocab_size:
         found.append(Activation.of("logits of drafts", torch.float32, B * step.draft_rows, step.draft_vocab_size))
     return tuple(found)
+
+
+def silu_bytes(step: Step, rows: int) -> int:
+    """Bytes of fp32 tensors that an MLP's silu has at the same time where no compiler fuses it: three of its width."""
+    return 3 * rows * step.row_widths.get(GATE_UP, 0) // 2 * 4
 
 
 def table_bytes(step: Step) -> int:

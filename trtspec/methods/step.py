@@ -17,6 +17,9 @@ from trtspec.methods.worker import SpecWorker, draw
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
 
+GATE_UP = "gate and up of an MLP"
+"""Name of these tensors in Step.row_widths."""
+
 
 class Step(nn.Module, ABC):
     """A module that one launch runs, with the properties that describe it.
@@ -143,7 +146,7 @@ class DecodeStep(Step):
     def row_widths(self) -> dict[str, int]:
         """Elements per row of the hidden states and of an MLP's gate and up."""
         spec = self.decoder.spec
-        return {"hidden states": spec.hidden_size, "gate and up of an MLP": 2 * spec.intermediate_size}
+        return {"hidden states": spec.hidden_size, GATE_UP: 2 * spec.intermediate_size}
 
 
 class CaptureStep(DecodeStep):
