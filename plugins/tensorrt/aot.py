@@ -59,9 +59,8 @@ def _(
         )
     group = Hq.constant_value() // Hkv.constant_value()
     kernel = f"SpecAttention-{_SPELLED[q.dtype]}-d{D.constant_value()}-g{group}"
-    pairs = aot_rows(
-        D.constant_value(), group, 4 if q.dtype == trt.float32 else 2
-    )  # (row, head) pairs of a program; requests begin their own programs
+    # (row, head) pairs of a program; requests begin their own programs
+    pairs = aot_rows(D.constant_value(), group, 4 if q.dtype == trt.float32 else 2)
     strides = [Hq * D, Hkv * D, Hkv * D]
     sizes = [T, B, columns, num_blocks, block_size, Hkv, *strides]
     integers = [*sizes, float_bits(scale), window, float_bits(softcap)]

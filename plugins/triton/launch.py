@@ -36,7 +36,7 @@ def attention_shape(
     """Sizes for which attention is compiled. most_bytes: of keys in a tile.
 
     A row's bits follow from TILE, the number of keys that a program takes at a time. So TILE depends on the model
-    and the backend alone.
+    alone, and on whether the kernel is for a TensorRT plan.
     """
     padded = _padded(head_dim)
     tile_bytes = min(most_bytes, FP32_TILE_BYTES if element_bytes == 4 else TILE_BYTES)

@@ -41,6 +41,9 @@ from trtspec.backends.graph_io import OUTPUTS, input_names, step_inputs
 from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 
+LEAST_COLUMNS = 64
+"""Smallest width of the block tables of CUDA graphs, unless no sequence needs as many columns."""
+
 
 @dataclass(frozen=True)
 class LaunchLimits:
@@ -74,9 +77,6 @@ class LaunchLimits:
         while width < needed:
             width *= 2
         return min(width, self.max_columns)
-
-
-LEAST_COLUMNS = 64
 
 
 _ON_DEVICE = "hidden_states"
