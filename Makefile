@@ -1,9 +1,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo check test test-long test-docker test-kernels test-triton test-gpu memcheck-gpu contract contract-tensorrt \
-    contract-tensorrt-rtx contract-flashinfer contract-smollm2 contract-speculators smollm2 mutation soak wheel \
-    test-wheel bench bench-gpu lint docs test-docs format clean
+.PHONY: demo check test test-long test-docker test-kernels test-triton gpu-packages test-gpu memcheck-gpu contract \
+    contract-tensorrt contract-tensorrt-rtx contract-triton-versions contract-flashinfer contract-smollm2 \
+    contract-speculators smollm2 mutation soak wheel test-wheel bench bench-gpu lint docs test-docs format clean
 
 demo: .venv/.gguf .venv/.plugins
 	@$(BIN)/python -m examples.demo $(ARGS)
@@ -52,12 +52,25 @@ test-kernels: .venv/.dev .venv/.plugins
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	    $(BIN)/python -m pytest -q tests/plugins/test_cpu_*.py
 
+# Packages that a GPU's image may lack, for several versions of Python, in build/gpu-packages. Take the folder along to a
+# machine without a network.
+gpu-packages: .venv/.base
+	for version in 3.10 3.11 3.12 3.13; do $(BIN)/python -m pip install -q --disable-pip-version-check --upgrade \
+	    --target build/gpu-packages/$$version --python-version $$version --only-binary=:all: --no-deps \
+	    $(patsubst %,"%",$(shell $(BIN)/python -m pip freeze | grep -iE '^($(CARRIED_NAMES))==')) || exit 1; done
+
+CARRIED_NAMES := pydantic|pydantic[-_]core|annotated-types|typing-inspection|typing[-_]extensions
+ifneq ($(filter %-gpu,$(MAKECMDGOALS)),)
+CARRIED := $(shell $(PYTHON) -c 'import pydantic' 2>/dev/null || \
+    $(PYTHON) -c 'import sys; print("$(CURDIR)/build/gpu-packages/%d.%d" % sys.version_info[:2])')
+endif
+
 # Targets that need a GPU. If PYTHON's torch sees one, they run with PYTHON: nothing is installed, and no venv is made.
 ifneq ($(filter %-gpu,$(MAKECMDGOALS)),)
 ifeq ($(shell $(PYTHON) -c 'import torch; print(torch.cuda.is_available())' 2>/dev/null),True)
 GPU_PYTHON := $(PYTHON)
 GPU_READY := build/path/.made
-test-gpu memcheck-gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/path
+test-gpu memcheck-gpu: export PYTHONPATH := $(CURDIR):$(CURDIR)/build/path:$(CARRIED)
 else
 GPU_PYTHON := $(BIN)/python
 GPU_READY := .venv/.dev
@@ -88,6 +101,10 @@ contract-tensorrt: .venv/.dev
 # run is resumed. ARGS: the script's options (--help lists them).
 contract-tensorrt-rtx: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt_rtx.py $(ARGS)
+
+# Every Triton kernel compiled with an older Triton, in a venv under build/. It needs no GPU.
+contract-triton-versions: .venv/.dev
+	$(BIN)/python tests/contract/run_triton_versions.py $(ARGS)
 
 # The model repositories in a real Triton Inference Server on the CPU, in a venv under build/. `make test` runs a part.
 test-triton: .venv/.dev .venv/.plugins
@@ -137,7 +154,7 @@ bench: .venv/.dev .venv/.plugins
 bench-gpu:
 	@mkdir -p build/path && ln -sfn ../../plugins build/path/trtspec_plugins
 	@$(PYTHON) -c 'from setuptools import setup; setup()' -q egg_info
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/build/path:$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(ARGS)
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/build/path:$(CARRIED):$$PYTHONPATH" $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
