@@ -80,8 +80,7 @@ class AttnMetadata:
     def pad_tables(block_tables: Sequence[Sequence[int]]) -> Tensor:
         """Block tables as a tensor [B, M] int32, padded with scratch to the longest."""
         width = max(len(table) for table in block_tables)
-        padded = [[*table, *[0] * (width - len(table))] for table in block_tables]
-        return torch.tensor(padded, dtype=torch.int32)
+        return torch.tensor([[*table, *[0] * (width - len(table))] for table in block_tables], dtype=torch.int32)
 
     @property
     def batch_size(self) -> int:
@@ -287,8 +286,7 @@ class SpecMetadata:
         """Logits rows of each request, [B, K+1] int64. The one row of a context is repeated."""
         width, C = self.runtime_draft_len + 1, self.num_contexts
         request = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None]
-        offsets = torch.arange(width, device=self.seq_lens.device)
-        return torch.where(request < C, request, C + (request - C) * width + offsets)
+        return torch.where(request < C, request, C + (request - C) * width + torch.arange(width, device=request.device))
 
     def per_request(self, rows: Tensor) -> Tensor:
         """Arrange values of logits rows, [R], by request: [B, K+1]."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from tests.async_stand_in import HostQueue
+from tests.e2e.teller import Teller, generated
 from tests.e2e.tiny import (
     Case,
     Outcome,
@@ -26,7 +26,7 @@ from tests.e2e.tiny import (
     with_constraints,
 )
 from tests.head_checkpoints import make_eagle, make_eagle3
-from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
+from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends.compiled import LoadedGraph
 from trtspec.backends.cuda import aoti as cuda_aoti
 from trtspec.backends.cuda import executable as cuda_executable
@@ -35,47 +35,12 @@ from trtspec.backends.cuda.static_graph import StaticGraph
 from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.core import SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.worker import SpecWorker
 from trtspec.models.layers import Linear
 
 K = 3
 LIMITS: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}
-
-
-class Teller(SpecWorker):
-    """A worker that drafts the token that a request will sample or, for every third position, makes its own guess.
-
-    It knows a request by its seed. Batches of greedy requests have no seeds, so there it only guesses.
-    """
-
-    def __init__(self, inner: SpecWorker, cases: list[Case], outcomes: list[Outcome]) -> None:
-        super().__init__(inner.head, inner.max_draft_len, inner.capture_layers, inner.greedy)
-        self.answers = {
-            signed(case.params.seed): case.prompt + outcome.token_ids
-            for case, outcome in zip(cases, outcomes, strict=True)
-        }
-
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        guesses = super().sample_drafts(step, hidden, sampling)
-        if not sampling.seeds.numel():
-            return guesses
-        asked = zip(sampling.seeds.tolist(), sampling.positions.tolist(), guesses.tolist(), strict=True)
-        return torch.tensor([self.told(*one) for one in asked])
-
-    def told(self, seed: int, place: int, guess: int) -> int:
-        answer = self.answers.get(seed, [])
-        return answer[place] if place < len(answer) and (seed + place) % 3 else guess
-
-
-def signed(seed: int | None) -> int:
-    """The seed as 64 signed bits, as in a tensor."""
-    assert seed is not None
-    return seed - 2**64 if seed >= 2**63 else seed
-
-
 SPECULATION = {
     "none": None,
     "eagle3": {"method": "eagle3", "num_speculative_tokens": K},
@@ -183,12 +148,6 @@ def test_logprobs_and_masks_do_not_stop_graphs(
         assert [one.token_ids for one in got] == [one.token_ids for one in want[: len(some)]]
         assert [one.logprobs for one in got] == [one.logprobs for one in want[: len(some)]]
     assert set(by_kernels) == {False}  # steps with prompts, or with fewer drafts than K
-
-
-def generated(llm: LLM, cases: list[Case]) -> list[RequestOutput]:
-    """Generate the outputs of all cases at once."""
-    prompts, params = [case.prompt for case in cases], [case.params for case in cases]
-    return llm.generate(prompts, params, use_tqdm=False)
 
 
 # -- a draft model: all of its passes are one launch -------------------------------------------------------------------
