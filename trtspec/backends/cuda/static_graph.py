@@ -40,6 +40,7 @@ Kind = frozenset[User | Literal["logits", "masks"]]
 logit constraints: batches with penalties or biases run kernel by kernel.
 """
 MASKS = "allow_mask"
+"""Input that graphs with "masks" take."""
 
 EVERY_KIND: Kind = frozenset(("sampled", "filtered", "bans"))
 _OPTIONAL = [(row.name, row.user) for row in INPUTS.values() if row.user in EVERY_KIND]
