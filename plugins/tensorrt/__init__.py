@@ -4,6 +4,7 @@
 |---|---|---|---|
 | trtspec::SpecAttention | q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables | (below) | out, caches |
 | trtspec::ProcessLogits | logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps | | logits |
+| trtspec::ProcessLogitsConstrained | ProcessLogits' and LogitConstraints, in the op's order | | logits |
 | trtspec::SpecSample | logits, greedy, seeds, positions | | tokens |
 | trtspec::SpecSampleVocab | logits, greedy, seeds, positions, vocab_ids | | tokens |
 | trtspec::SpecAccept | sampled, draft_tokens, draft_lens, forced_accept, emits | | tokens, num_tokens |

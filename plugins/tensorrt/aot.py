@@ -74,6 +74,18 @@ def _(logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_p
     return _launch("ProcessLogits", R, [V, ban_ids.shape_expr[1], *sizes])
 
 
+@trtp.aot_impl("trtspec::ProcessLogitsConstrained")
+def _(
+    logits, positions, history, prompt_lens, penalties, bias_ids, bias_values, ban_ids, ban_until, allow_mask,
+    temperatures, top_ks, top_ps, min_ps, outputs, tactic,
+) -> Launch:  # fmt: skip
+    R, V = logits.shape_expr[0], logits.shape_expr[1]
+    widths = [one.shape_expr[1] for one in (history, penalties, bias_ids, ban_ids)]
+    sizes = [ban_ids.shape_expr[0], allow_mask.shape_expr[1]]
+    sizes += [group.shape_expr[0] for group in (temperatures, top_ks, top_ps, min_ps)]
+    return _launch("ProcessLogitsConstrained", R, [V, *widths, *sizes])
+
+
 @trtp.aot_impl("trtspec::SpecAccept")
 def _(sampled, draft_tokens, draft_lens, forced_accept, emits, outputs, tactic) -> Launch:
     B, K = draft_tokens.shape_expr[0], draft_tokens.shape_expr[1]

@@ -109,6 +109,28 @@ def _(logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_p
     _run("ProcessLogits", inputs, {}, outputs, stream)
 
 
+@trtp.register("trtspec::ProcessLogitsConstrained")
+def _(
+    logits: Desc, positions: Desc, history: Desc, prompt_lens: Desc, penalties: Desc, bias_ids: Desc,
+    bias_values: Desc, ban_ids: Desc, ban_until: Desc, allow_mask: Desc, temperatures: Desc, top_ks: Desc,
+    top_ps: Desc, min_ps: Desc,
+) -> Desc:  # fmt: skip
+    """ProcessLogits with biases, penalties and a mask, which have R rows without elements if not in use."""
+    return logits.like()
+
+
+@trtp.impl("trtspec::ProcessLogitsConstrained")
+def _(
+    logits, positions, history, prompt_lens, penalties, bias_ids, bias_values, ban_ids, ban_until, allow_mask,
+    temperatures, top_ks, top_ps, min_ps, outputs, stream,
+):  # fmt: skip
+    inputs = (
+        logits, positions, history, prompt_lens, penalties, bias_ids, bias_values, ban_ids, ban_until, allow_mask,
+        temperatures, top_ks, top_ps, min_ps,
+    )  # fmt: skip
+    _run("ProcessLogitsConstrained", inputs, {}, outputs, stream)
+
+
 @trtp.register("trtspec::SpecSample")
 def _(logits: Desc, greedy: Desc, seeds: Desc, positions: Desc) -> Desc:
     """One token for each row of logits: tokens [R] int64."""

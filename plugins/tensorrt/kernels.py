@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from trtspec_plugins.triton import accept, attention, compact, logits, sample
+from trtspec_plugins.triton import accept, attention, compact, constraints, logits, sample
 from trtspec_plugins.triton.compile import Kernel
 from trtspec_plugins.triton.launch import (
     AOT_TILE_BYTES,
@@ -30,6 +30,27 @@ KERNELS: dict[str, Kernel] = {
             "ban_until": "*i64",
             **_GROUPS,
             **dict.fromkeys(("V", "M", "num_bans", *(f"num_{group}" for group in _GROUPS)), "i32"),
+            "out": "*fp32",
+        },
+        {"LANES": logits.LANES},
+        logits.LANES // 32,
+    ),
+    "ProcessLogitsConstrained": Kernel(
+        constraints.process_constrained_logits_kernel,
+        {
+            "logits": "*fp32",
+            "positions": "*i64",
+            "history": "*i32",
+            "prompt_lens": "*i64",
+            "penalties": "*fp32",
+            "bias_ids": "*i32",
+            "bias_values": "*fp32",
+            "ban_ids": "*i32",
+            "ban_until": "*i64",
+            "allow_mask": "*i32",
+            **_GROUPS,
+            **dict.fromkeys(("V", "L", "kinds", "N", "M", "num_bans", "words"), "i32"),
+            **dict.fromkeys((f"num_{group}" for group in _GROUPS), "i32"),
             "out": "*fp32",
         },
         {"LANES": logits.LANES},

@@ -19,11 +19,17 @@ class Signature:
 _SAMPLE = ("logits", "greedy", "seeds", "positions")
 _ACCEPT = ("sampled", "draft_tokens", "draft_lens", "forced_accept", "emits")
 _ATTENTION = ("q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables")
-_LOGITS = ("logits", "positions", "ban_ids", "ban_until", "temperatures", "top_ks", "top_ps", "min_ps")
+_BANS, _FILTERS = ("ban_ids", "ban_until"), ("temperatures", "top_ks", "top_ps", "min_ps")
+_CONSTRAINTS = ("history", "prompt_lens", "penalties", "bias_ids", "bias_values")
 
 PLUGINS: dict[str, Signature] = {
     "SpecAttention": Signature("SpecAttention", "spec_attention", _ATTENTION, ("scale", "window", "softcap")),
-    "ProcessLogits": Signature("ProcessLogits", "process_logits", _LOGITS),
+    "ProcessLogits": Signature("ProcessLogits", "process_logits", ("logits", "positions", *_BANS, *_FILTERS)),
+    "ProcessLogitsConstrained": Signature(
+        "ProcessLogits",
+        "process_logits",
+        ("logits", "positions", *_CONSTRAINTS, *_BANS, "allow_mask", *_FILTERS),
+    ),
     "SpecSample": Signature("SpecSample", "spec_sample", _SAMPLE),
     "SpecSampleVocab": Signature("SpecSample", "spec_sample", (*_SAMPLE, "vocab_ids")),
     "SpecAccept": Signature("SpecAccept", "spec_accept", _ACCEPT),

@@ -62,6 +62,42 @@ def logits(draw: st.DrawFn) -> Arguments:
     }
 
 
+LOGITS = {
+    "logits": torch.float32, "positions": torch.int64, "history": torch.int32, "prompt_lens": torch.int64,
+    "penalties": torch.float32, "bias_ids": torch.int32, "bias_values": torch.float32, "ban_ids": torch.int32,
+    "ban_until": torch.int64, "allow_mask": torch.int32, "temperatures": torch.float32, "top_ks": torch.int32,
+    "top_ps": torch.float32, "min_ps": torch.float32,
+}  # fmt: skip
+"""Arguments of process_logits, in order."""
+
+
+@st.composite
+def constrained_logits(draw: st.DrawFn) -> Arguments:
+    """Draw arguments as `logits` does, with constraints. Those that are not in use have R rows without elements."""
+    plain = draw(logits())
+    rows, vocab = plain["logits"].shape
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    kinds = draw(st.sampled_from([0, 3]))
+    length = draw(st.integers(1, 70)) if kinds else 0
+    biases = draw(st.integers(0, min(vocab, 40)))
+    words = draw(st.sampled_from([0, -(-vocab // 32)]))
+    mask = torch.randint(-(2**31), 2**31, (rows, words), generator=g, dtype=torch.int64)
+    off, on = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1.5, 0.5, 0.25])
+    asked = torch.rand(rows, 3, generator=g) < 0.6
+    padded = torch.arange(biases) >= torch.randint(0, biases + 1, (rows, 1), generator=g)
+    ids = torch.rand(rows, vocab, generator=g).argsort(1)[:, :biases].masked_fill(padded, -1)
+    constraints = {
+        "history": torch.randint(-1, vocab, (rows, length), generator=g, dtype=torch.int32),
+        "prompt_lens": torch.randint(0, length + 1, (rows,), generator=g),
+        "penalties": torch.where(asked, on, off)[:, :kinds].contiguous(),
+        "bias_ids": ids.to(torch.int32),
+        "bias_values": torch.randn(rows, biases, generator=g) * 3,
+        "allow_mask": mask.to(torch.int32),
+    }
+    given = plain | constraints
+    return {name: given[name] for name in LOGITS}
+
+
 @st.composite
 def sample(draw: st.DrawFn, vocab_ids: bool = False) -> Arguments:
     """Draw R rows, some greedy, with ties, NaN and removed tokens."""

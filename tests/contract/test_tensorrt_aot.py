@@ -43,6 +43,7 @@ F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 BF16 = torch.bfloat16
 ATTENTION = "SpecAttention-bf16-d64-g4"
 COMPACTION = "KvCompact-bf16-l8"
+CONSTRAINED = "ProcessLogitsConstrained"
 NAMES = (*KERNELS, ATTENTION, COMPACTION)
 FULL_NAMES = {name: name for name in KERNELS} | {"SpecAttention": ATTENTION, "KvCompact": COMPACTION}
 # Plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES.
@@ -61,6 +62,14 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
             (F32, ["T"]), (I32, ["B"]), (F32, ["S"]), (F32, ["N"]),
         ],
         (6, 1, [32000, 3, 2, 9, 5, 7, 17]),
+    ),
+    "ProcessLogitsConstrained": (
+        [
+            (F32, ["R", 32000]), (I64, ["R"]), (I32, ["R", "B"]), (I64, ["R"]), (F32, ["R", 3]), (I32, ["R", "T"]),
+            (F32, ["R", "T"]), (I32, ["P", "M"]), (I64, ["P", "M"]), (I32, ["R", 1000]),
+            (F32, ["T"]), (I32, ["B"]), (F32, ["S"]), (F32, ["N"]),
+        ],
+        (6, 1, [32000, 5, 3, 9, 3, 2, 1000, 9, 5, 7, 17]),
     ),
     "SpecAccept": ([(I64, ["B", 4]), (I64, ["B", 3]), (I32, ["B"]), (I32, ["B"]), (BOOL, ["B"])], (5, 1, [3])),
     "SpecSample": ([(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["S"]), (I64, ["R"])], (6, 1, [32000, 7])),
@@ -130,9 +139,10 @@ def test_logits_are_divided_as_the_reference_divides(built: dict[str, Any], arch
 
     So one row's roundings are the same everywhere in a batch.
     """
-    code = ptx(built, f"ProcessLogits-{architecture}")
-    arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
-    assert set(arithmetic) == {"sub.rn.f32", "mul.rn.f32", "div.rn.f32", "ex2.approx.f32"}
+    for name, further in (("ProcessLogits", set()), ("ProcessLogitsConstrained", {"add.rn.f32"})):
+        code = ptx(built, f"{name}-{architecture}")
+        arithmetic = re.findall(r"^\s+((?:add|sub|mul|fma|mad|div|lg2|ex2|rcp)\.\S*f32)", code, re.MULTILINE)
+        assert set(arithmetic) == {"sub.rn.f32", "mul.rn.f32", "div.rn.f32", "ex2.approx.f32"} | further
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -147,6 +157,24 @@ def test_logits_are_read_again_after_all_threads_have_written_them(built: dict[s
     assert re.fullmatch(r" (ld\.global )+(st\.global )+", banned)
     assert "st.global" not in "".join(searched)
     assert re.fullmatch(r" (ld\.global )+(st\.global ?)+", filtered)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_marks_are_set_between_two_barriers(built: dict[str, Any], architecture: str) -> None:
+    """The block waits after marks are cleared, after they are set, and after each of the two writes over them.
+
+    Nothing else of the kernel is atomic.
+    """
+    code = re.findall(
+        r"\b(ld\.global|bar\.sync|st\.global|atom\.global|red\.global)", ptx(built, f"{CONSTRAINED}-{architecture}")
+    )
+    cleared, marked, replaced, biased, *rest = " ".join(code).split("bar.sync")
+    assert "st.global" in cleared
+    assert re.fullmatch(r"( ld\.global| atom\.global| red\.global)+ ", marked)
+    assert len(re.findall(r"atom|red", marked)) >= 3
+    for written in (replaced, biased):
+        assert re.fullmatch(r"( ld\.global)+( st\.global)+ ", written)
+    assert not re.search(r"atom|red\.", "".join((cleared, replaced, biased, *rest)))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -278,11 +306,13 @@ def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(build.BuildError, match="hopper: an architecture is written like sm_90"):
         build.build(["hopper"])
     with pytest.raises(
-        build.BuildError, match="no such kernel: SpecAttention-d64: there are ProcessLogits, SpecAccept"
+        build.BuildError,
+        match="no such kernel: SpecAttention-d64: there are ProcessLogits, ProcessLogitsConstrained, SpecAccept",
     ):
         build.build(["sm_90"], ["SpecAttention-d64"])
     with pytest.raises(
-        build.BuildError, match="no such kernel: KvCompact-bf16-l7: there are ProcessLogits, SpecAccept"
+        build.BuildError,
+        match="no such kernel: KvCompact-bf16-l7: there are ProcessLogits, ProcessLogitsConstrained, SpecAccept",
     ):
         build.build(["sm_90"], ["KvCompact-bf16-l7"])
 

@@ -45,6 +45,16 @@ DECLARED: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[int]]] = {
         [(F32, ["R", 32000])],
         [-1],
     ),
+    "ProcessLogitsConstrained": (
+        {},
+        [
+            (F32, ["R", 32000]), (I64, ["R"]), (I32, ["R", "L"]), (I64, ["R"]), (F32, ["R", 3]), (I32, ["R", "N"]),
+            (F32, ["R", "N"]), (I32, ["R", "M"]), (I64, ["R", "M"]), (I32, ["R", 1000]),
+            (F32, ["R"]), (I32, ["R"]), (F32, ["R"]), (F32, ["R"]),
+        ],
+        [(F32, ["R", 32000])],
+        [-1],
+    ),
     "SpecSample": ({}, [(F32, ["R", 32000]), (BOOL, ["R"]), (I64, ["R"]), (I64, ["R"])], [(I64, ["R"])], [-1]),
     "SpecSampleVocab": (
         {},
@@ -182,6 +192,12 @@ def test_attention_equals_the_reference(arguments: dict[str, Tensor], window: in
 @given(batches.logits())
 def test_logits_equal_the_reference(arguments: dict[str, Tensor]) -> None:
     check_jit("ProcessLogits", arguments)
+
+
+@settings(deadline=None, max_examples=40)
+@given(batches.constrained_logits())
+def test_constrained_logits_equal_the_reference(arguments: dict[str, Tensor]) -> None:
+    check_jit("ProcessLogitsConstrained", arguments)
 
 
 @settings(deadline=None, max_examples=40)
