@@ -271,6 +271,8 @@ class Context:
             return T if name == "hidden_states" else B, self.engine.tensors[name].shape[1]
         if name == "tokens":
             return given["gather_ids"]
+        if name == "logits":
+            return *given["gather_ids"], self.engine.tensors[name].shape[1]
         return (B,) if name in ("num_tokens", "next_draft_lens", "next_kv_lens") else (B, K + 1)
 
     def execute_async_v3(self, stream_handle: int) -> bool:

@@ -61,9 +61,9 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
         return Cell(mode.name, K, dtype, quantization, attention, verdict, round(size / 1e6, 2), *times)
 
     try:
-        for step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization, options):
+        for role, step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization, options):
             block_size = LIMITS["block_size"]  # of the example; the caches of a network may have others
-            example = example_for(step, draft_len, block_size)
+            example = example_for(step, draft_len, block_size, constraints=role == "target")
             model = export_onnx(step, example, example_kv(step, example, block_size))
             write_linears(model, "tensorrt")
             names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
@@ -72,7 +72,8 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
             for sm in SMS:
                 start = time.perf_counter()
                 trt = CutTensorRT(model, sm, options.native)
-                shapes = profiles(names, step.kv_layers, sizes.at_draft_len(step, draft_len), None, step.hidden_width)
+                largest = sizes.at_draft_len(step, draft_len)
+                shapes = profiles(names, step.kv_layers, largest, None, step.hidden_width, step.vocab_size)
                 cut = [Profile(one.name, CutShapes(one, trt)) for one in shapes]
                 try:
                     plan, _ = build_plan(trt, model, cut, options, cut_plugin_of, linear)
@@ -88,8 +89,8 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
 
 def _graphs(
     models: Models, mode: M, K: int, dtype: str, quantization: str | None, options: TensorRTOptions
-) -> Iterator[tuple[Step, Any, int]]:
-    """Yield (step, its largest sizes, K of the graph) of each graph of a cell's engine."""
+) -> Iterator[tuple[str, Step, Any, int]]:
+    """Yield (role, step, its largest sizes, K of the graph) of each graph of a cell's engine."""
     backend = replace(BACKENDS["tensorrt"], verified=None)  # the builder decides
     recipe = None if mode is M.NONE else RECIPES[mode]
     speculation = None if recipe is None else read_speculative_config(recipe.speculation(models, K))
@@ -101,4 +102,4 @@ def _graphs(
     for role, step in described_steps(context, lambda what: None).items():
         sizes = largest_sizes(context, role, options)
         for draft_len, _ in wanted_graphs(context, role, step):
-            yield step, sizes, draft_len
+            yield role, step, sizes, draft_len

@@ -280,7 +280,8 @@ def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
     assert mixed["shapes"]["v_cache_32"] == [[4097, 16, 8, 128]] * 3
     assert {call["name"]: call["count"] for call in target["plugins"]} == {
         "trtspec::SpecAttention": 32 + 3,
-        "trtspec::ProcessLogits": 1 + 3,
+        "trtspec::ProcessLogitsConstrained": 1,
+        "trtspec::ProcessLogits": 3,
         "trtspec::SpecSample": 1,
         "trtspec::SpecSampleVocab": 3,
         "trtspec::SpecAccept": 1,

@@ -19,12 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e import tensorrt_engines
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, build, packed, wishes
+from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, packed, wishes
 from tests.e2e.tensorrt_engines import Built
 from tests.e2e.tiny import Outcome, run_together
 from tests.fake_tensorrt.golden import assert_golden
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
-from trtspec import LLM, SamplingParams, StructuredOutputs
+from trtspec import LLM, SamplingParams
 from trtspec.backends.export import example_batch
 from trtspec.backends.tensorrt import compile as tensorrt_compile
 from trtspec.backends.tensorrt import executable as tensorrt
@@ -37,16 +37,18 @@ from trtspec.errors import (
     ConfigError,
     DependencyError,
     EngineError,
-    RequestError,
     UnsupportedError,
 )
 from trtspec.interop.reading import read_speculative_config
 
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
-KERNELS = {"SpecAttention-fp32-d8-g2", "ProcessLogits", "SpecSample"}
+KERNELS = {"SpecAttention-fp32-d8-g2", "ProcessLogitsConstrained", "SpecSample"}
 BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode == "draft" else mode for mode in MODES]
-EAGLE3_KERNELS = {*KERNELS, "SpecSampleVocab", "SpecAccept"}
+MODE_KERNELS = {
+    "draft": {*KERNELS, "ProcessLogits"},  # the draft's logits have no constraints
+    "eagle3": {*KERNELS, "ProcessLogits", "SpecSampleVocab", "SpecAccept"},
+}
 
 
 models = tensorrt_engines.models
@@ -68,7 +70,7 @@ def test_what_is_asked_for_is_what_is_written_down(
     for role, plan in zip(("target", "draft"), one.plans.values(), strict=False):
         assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}.txt", *plan)
     assert len(one.plans) == 1 + (mode == "draft")
-    assert one.kernels == (EAGLE3_KERNELS if mode == "eagle3" else KERNELS)
+    assert one.kernels == MODE_KERNELS.get(mode, KERNELS)
 
 
 @pytest.mark.parametrize(
@@ -93,44 +95,6 @@ def test_batches_of_every_kind(
 
     gc.collect()
     assert len(cuda.blocks) == before
-
-
-def test_constraints_on_logits_are_refused_by_name(engine: Callable[..., Path]) -> None:
-    """Plans have no inputs for constraints on logits, so the error names the constraints."""
-    llm = LLM(engine("none"), **TIGHT)
-    params = SamplingParams(repetition_penalty=1.2, logit_bias={3: 1.0}, logprobs=2)
-    asked = r"repetition_penalty = 1\.2, logit_bias = \(\(3, 1\.0\),\), logprobs = 2"
-    with pytest.raises(RequestError, match=rf"{asked}: this engine on backend tensorrt .*aoti or onnx"):
-        llm.generate([[1, 2]], params, use_tqdm=False)
-
-
-def test_they_are_refused_before_any_work(engine: Callable[..., Path]) -> None:
-    """The refusal comes before a grammar is compiled, so its error is not found, and its package may be missing."""
-    llm = LLM(engine("none"), **TIGHT)
-    params = SamplingParams(structured_outputs=StructuredOutputs(regex="("))
-    with pytest.raises(RequestError, match=r"structured_outputs = .*: this engine on backend tensorrt"):
-        llm.generate([[1, 2]], params, use_tqdm=False)
-
-
-def test_a_penalty_that_nobody_asked_for_is_dropped_with_a_warning(
-    trt: TensorRT, models: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A penalty from generation_config.json, such as Qwen2.5's, is dropped with a warning."""
-    opinionated = shutil.copytree(models, tmp_path / "models")
-    file = opinionated / "target" / "generation_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "repetition_penalty": 1.5}))
-    folder = build(opinionated, tmp_path / "engine", "tensorrt", "none", "float32")
-    params = SamplingParams(temperature=0, max_tokens=8)
-    [want] = LLM(models / "target", num_kv_blocks=128, **LIMITS).generate([[1, 2]], params, use_tqdm=False)
-    llm = LLM(folder, **TIGHT)
-    for _ in range(2):
-        [got] = llm.generate([[1, 2]], params, use_tqdm=False)
-        assert got.outputs[0].token_ids == want.outputs[0].token_ids
-    [warning] = caplog.messages
-    assert "generation_config.json says repetition_penalty = 1.5, and this engine on backend tensorrt" in warning
-    caplog.clear()
-    LLM(folder, generation_config="off", **TIGHT)
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ _TAKES = {  # rank and dtype of inputs (None: any float dtype, the same for all)
     "kv_lens": (1, _I32), "block_tables": (2, _I32), "logits": (2, _F32), "positions": (1, _I64), "ban_ids": (2, _I32),
     "ban_until": (2, _I64), "temperatures": (1, _F32), "top_ks": (1, _I32), "top_ps": (1, _F32), "min_ps": (1, _F32),
     "greedy": (1, _BOOL), "seeds": (1, _I64), "vocab_ids": (1, _I64), "sampled": (2, _I64), "draft_tokens": (2, _I64),
-    "draft_lens": (1, _I32), "forced_accept": (1, _I32), "emits": (1, _BOOL),
+    "draft_lens": (1, _I32), "forced_accept": (1, _I32), "emits": (1, _BOOL), "history": (2, _I32),
+    "prompt_lens": (1, _I64), "penalties": (2, _F32), "bias_ids": (2, _I32), "bias_values": (2, _F32),
+    "allow_mask": (2, _I32),
 }  # fmt: skip
 
 
@@ -56,7 +58,7 @@ class FakePlugin:
             return [(one.dtype, one.shape) for one in (first, given[3], given[4])]
         if self.name == "SpecAccept":
             return [(_I64, first.shape), (_I64, first.shape[:1])]
-        return [(first.dtype, first.shape)] if self.name == "ProcessLogits" else [(_I64, first.shape[:1])]
+        return [(first.dtype, first.shape)] if self.name.startswith("ProcessLogits") else [(_I64, first.shape[:1])]
 
     def compute(self, given: list[Tensor | None]) -> list[Tensor]:
         op = getattr(torch.ops.trtspec, PLUGINS[self.name].torch_op).default

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from trtspec.backends.compiled import CompiledExecutable
+from trtspec.backends.tensorrt.profiles import MAX_BIASES
 from trtspec.config.checkpoint.weight_schemes import WeightScheme
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode
@@ -42,6 +43,7 @@ class Backend:
     only_attention_writes: bool = False  # only attention changes caches in place
     cuts: bool = False  # a decoder of many layers is cut into graphs of a few layers, see aoti/cut.py
     constraints: bool = False  # a target's graphs take LogitConstraints and return logits
+    most_biases: int | None = None  # largest size of a request's logit_bias; None: any
     torch_gpu: bool = False  # runs on a GPU through torch; executables are subclasses of cuda.executable.CudaExecutable
     # Modes with graphs of their own that tests have run on this backend; others are refused. None: all modes are taken,
     # as on eager.
@@ -176,6 +178,8 @@ BACKENDS = {
             symmetric=True,
             int8_groups=False,
             only_attention_writes=True,
+            constraints=True,
+            most_biases=MAX_BIASES,
             verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR},
         ),
     )

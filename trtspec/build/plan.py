@@ -191,6 +191,7 @@ def _executable(
                 sizes.at_draft_len(step, graph.draft_len),
                 None if options is None else options.opt_num_tokens,
                 step.hidden_width,
+                step.vocab_size,
             )
             for graph in graphs
             if backend.profiles

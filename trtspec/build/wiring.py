@@ -22,6 +22,7 @@ from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.core import EngineCore
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
+from trtspec.engine.limits import LogitLimits
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
@@ -127,8 +128,12 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         use_generation_config=config.generation_config == "auto",
         executables=[one.executable for one in loaded],
         debug=config.debug,
-        disable_logprobs=spec_plan is not None and spec_plan.disable_logprobs,
-        without_constraints=None if loaded[0].takes_constraints else config.backend,
+        limits=LogitLimits(
+            config.backend,
+            constraints=loaded[0].takes_constraints,
+            logprobs=spec_plan is None or not spec_plan.disable_logprobs,
+            most_biases=context.backend.most_biases,
+        ),
     )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.engine.activity_log import ActivityLog
+from trtspec.engine.limits import LogitLimits
 from trtspec.engine.logprobs import LogprobRecord
 from trtspec.engine.request import Request
 from trtspec.engine.stats import EngineStats, TimedExecutable
@@ -18,8 +18,6 @@ from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import RequestSampling, SamplingParams, sample_seed
 from trtspec.text import TextStream, Tokenizer
 from trtspec.verify.grammar import GrammarCompiler, Guide
-
-logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -39,27 +37,19 @@ class EngineCore:
         use_generation_config: bool,
         executables: Sequence[TimedExecutable],
         debug: bool = False,
-        without_constraints: str | None = None,
-        disable_logprobs: bool = False,
+        limits: LogitLimits | None = None,
     ) -> None:
-        """Create an engine without requests.
-
-        without_constraints: name of the backend, if the target's launches take no LogitConstraints. Requests that need
-        them are refused. disable_logprobs: requests for log-probabilities are refused.
-        """
+        """Create an engine without requests. limits: None = none."""
         self.loop = loop
         self.model = model
         self.tokenizer = tokenizer
         self.max_seq_len = max_seq_len
         self.max_input_len = max_input_len
         self.seed = seed
-        self.defaults = dict(model.generation_defaults) if use_generation_config else {}
+        self.limits = limits or LogitLimits("")
+        self.defaults = self.limits.without(model.generation_defaults if use_generation_config else {})
         self.executables = executables  # target first, then the draft's
         self.debug = debug
-        self.without_constraints = without_constraints
-        self.disable_logprobs = disable_logprobs
-        if without_constraints is not None:
-            self._drop_default_constraints()
         self.stats = EngineStats()
         self.log: ActivityLog | None = None  # None: no log
         self.on_close: Callable[[], None] = lambda: None  # called at the end of close() to release further resources
@@ -93,13 +83,7 @@ class EngineCore:
         for token in params.logit_bias or ():
             if token >= self.model.vocab_size:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
-        if self.without_constraints is not None:
-            self._refuse_constraints(params)
-        if self.disable_logprobs and params.logprobs is not None:
-            raise RequestError(
-                f"logprobs = {params.logprobs}: this engine speculates with disable_logprobs=True; leave logprobs "
-                "unset, or make the engine without that"
-            )
+        self.limits.check(params, self.defaults)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         guides: Sequence[Guide | None] = [None] * params.n
@@ -226,30 +210,6 @@ class EngineCore:
         reason = request.finish_reason or ""
         self.stats.finished[reason] = self.stats.finished.get(reason, 0) + 1
         self.stats.speculation = SpeculationStats.total((self.stats.speculation, request.stats))
-
-    def _drop_default_constraints(self) -> None:
-        """Ignore the checkpoint's repetition penalty with a warning: no caller asked for it, so no request fails."""
-        penalty = self.defaults.pop("repetition_penalty", 1.0)
-        if penalty != 1.0:
-            logger.warning(
-                "generation_config.json says repetition_penalty = %s, and this engine on backend %s was built to draw "
-                "without: it does so; to have it, use the checkpoint itself or an engine on backend aoti or onnx",
-                penalty,
-                self.without_constraints,
-            )
-
-    def _refuse_constraints(self, params: SamplingParams) -> None:
-        """RequestError if a request needs LogitConstraints or logits, which this target's launches do not support."""
-        wanted = RequestSampling.of(params, 0, 0, (), self.defaults).constraints
-        for name in ("logprobs", "structured_outputs"):
-            if getattr(params, name) is not None:
-                wanted[name] = getattr(params, name)
-        if wanted:
-            asked = ", ".join(f"{name} = {value}" for name, value in wanted.items())
-            raise RequestError(
-                f"{asked}: this engine on backend {self.without_constraints} was built to draw without; leave it at "
-                "its neutral value, or use the checkpoint itself or a new engine on backend aoti or onnx"
-            )
 
     def _grammars(self) -> GrammarCompiler:
         """The grammar compiler. RequestError without a tokenizer, DependencyError without xgrammar."""

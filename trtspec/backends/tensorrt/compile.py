@@ -32,7 +32,7 @@ from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
-from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
+from trtspec.backends.tensorrt.network import Attributes, PluginOf, given_inputs, write_network
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import ConfigError, DependencyError, EngineError
@@ -94,6 +94,8 @@ def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
 
     native: attention is TensorRT's own.
     """
+    from trtspec_plugins.tensorrt.signatures import plugin_of
+
     found = set()
     for node in model.graph:
         if node.domain == DOMAIN and node.op_type == "SpecAttention":
@@ -105,7 +107,7 @@ def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
             heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
             found.add(f"SpecAttention-{_BITS[q.dtype]}-d{width}-g{heads // kv_heads}")
         elif node.domain == DOMAIN and node.op_type in ("ProcessLogits", "SpecSample", "SpecAccept"):
-            found.add("SpecSampleVocab" if node.op_type == "SpecSample" and len(node.inputs) > 4 else node.op_type)
+            found.add(plugin_of(node.op_type, given_inputs(node)))
     return found
 
 
@@ -197,6 +199,7 @@ def compile_step(
     wanted: Sequence[tuple[int, bool]],
     folder: Path,
     report: Callable[[str], None] = lambda what: None,
+    constraints: bool = False,
     *,
     sizes: Sizes,
     options: TensorRTOptions | None = None,
@@ -208,8 +211,9 @@ def compile_step(
 
     `folder` must exist. The engine of the longest K is rank0.engine, the others are rank0_k<K>.engine.
 
-    report: is called with what is being done. sizes: largest sizes that the engines must take; its draft_len is used
-    only for a step that does not verify drafts in its graph. trt, cuda, plugin_of: by default TensorRT, the GPU and
+    report: is called with what is being done. constraints: graphs take constraints on the logits and return them.
+    sizes: largest sizes that the engines must take; its draft_len is used only for a step that does not verify drafts
+    in its graph. trt, cuda, plugin_of: by default TensorRT, the GPU and
     TensorRT's registry. DependencyError if a plugin's kernel is not compiled, UnsupportedError for weights that
     TensorRT does not take, EngineError if TensorRT does not build an engine.
     """
@@ -223,7 +227,7 @@ def compile_step(
         report(f"graph for K = {K}: exporting")
         if sizes.linear:
             block_size = 16  # for the example alone: caches of the network's shape need not be allocated here
-        example = example_for(step, K, block_size)
+        example = example_for(step, K, block_size, constraints=constraints)
         model = export_onnx(step, example, example_kv(step, example, block_size))
         write_linears(model, "tensorrt")
         if real:
@@ -231,7 +235,7 @@ def compile_step(
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
         names += (SLOT_ROWS,) * sizes.linear
         largest = sizes.at_draft_len(step, K)
-        shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width)
+        shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width, step.vocab_size)
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
@@ -244,7 +248,7 @@ def compile_step(
         graphs.append(Graph(file, K, False, names))
     if weights:
         save_weight_file(weights, folder / WEIGHTS)
-    compiled = CompiledStep.of(step, graphs[::-1])
+    compiled = CompiledStep.of(step, graphs[::-1], constraints)
     return replace(compiled, made_for=_needs(made_for(trt, cuda), options), kv_blocks=sizes.blocks, linear=sizes.linear)
 
 

@@ -28,7 +28,7 @@ from trtspec.backends.compiled import WEIGHTS, CompiledExecutable, CompiledStep,
 from trtspec.backends.graph_io import INPUTS, SLOT_ROWS
 from trtspec.backends.tensorrt.cuda import Cuda, DeviceTensor, Memory
 from trtspec.backends.tensorrt.profiles import cache_shape
-from trtspec.core import KVLayer
+from trtspec.core import KVLayer, StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 
 logger = logging.getLogger(__name__)
@@ -39,11 +39,17 @@ MIXED, GENERATION = 0, 1
 _MOST_GRAPHS = 64
 """Largest number of CUDA graphs that a plan keeps."""
 
+_HISTORY, _LOGITS = "history", "logits"
+_LEAST_HISTORY = 64
+"""Least number of columns of a history in a step of generations."""
+
 _RAISE = {  # name of an input's last size -> option of `trtspec build` that raises its limit
     "T": "--max_num_tokens",
     SLOT_ROWS: "--max_num_tokens",
     "columns": "--max_batch_size or --max_seq_len",
     "bans": "--max_batch_size, or ask for fewer stop ids with min_tokens",
+    "known": "--max_seq_len",
+    "biases": "--max_batch_size, or ask for fewer biases",
 }
 
 
@@ -130,9 +136,16 @@ class TensorRTExecutable(CompiledExecutable):
                 _refit(trt, engine, weights, folder / graph.file)
             if engine.streamable_weights_size:  # weights that do not fit on the device stay on the host
                 engine.weight_streaming_budget_v2 = engine.get_weight_streaming_automatic_budget()
-            found[graph] = _Plan(trt, cuda, engine, graph, self.compiled.outputs, caches, stream).run
+            found[graph] = _Plan(trt, cuda, engine, graph, self.compiled.outputs, caches, stream)
         self._runtime = runtime  # must live as long as the engines
-        return found
+        self._plans = list(found.values())
+        return {graph: plan.run for graph, plan in found.items()}
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Run a step. Logits are copied to the host, and returned, only for a batch with constraints."""
+        for plan in self._plans:
+            plan.gives_logits = inputs.spec.constraints is not None
+        return super().run(inputs)
 
 
 def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> None:
@@ -178,6 +191,7 @@ class _Plan:
         self.seen: set[tuple[Any, ...]] = set()
         self.captured: dict[tuple[Any, ...], tuple[Callable[[], None], Any]] = {}  # launches, with their contexts
         self.may_capture = True
+        self.gives_logits = True
 
     def _context(self, profile: int) -> Any:
         """Create a context of a profile, with caches bound."""
@@ -201,7 +215,7 @@ class _Plan:
             for name, shape in largest.items():
                 context.set_input_shape(name, shape)
                 elements = functools.reduce(int.__mul__, shape, 1)
-                sizes[name] = max(sizes[name], elements * 8)  # at most int64
+                sizes[name] = max(sizes[name], elements * (INPUTS[name].dtype or torch.float32).itemsize)
             for name in self.outputs:
                 sizes[name] = max(sizes[name], int(context.get_max_output_size(name)))
         return {name: self.cuda.allocate(size) for name, size in sizes.items()}
@@ -214,8 +228,11 @@ class _Plan:
             tables = tables[:, :columns].contiguous()
         tensors = [*tensors[:i], tables, *tensors[i + 1 :]]
         profile = self._profile([tuple(tensor.shape) for tensor in tensors])
-        if profile == GENERATION:  # tables grow with sequences, but CUDA graphs are kept by shape
+        if profile == GENERATION:  # tables and histories grow with sequences, but CUDA graphs are kept by shape
             tensors[i] = F.pad(tables, (0, columns - tables.shape[1]))
+            if _HISTORY in self.graph.inputs:
+                j, most = self.graph.inputs.index(_HISTORY), self.largest[MIXED][_HISTORY][1]
+                tensors[j] = _widened(tensors[j], most)
         shapes = tuple(tuple(tensor.shape) for tensor in tensors)
         buffers, self.turn = self.sets[self.turn], 1 - self.turn
         for name, tensor in zip(self.graph.inputs, tensors, strict=True):
@@ -223,6 +240,9 @@ class _Plan:
         context = self._launch(profile, shapes, buffers)
         results = []
         for name, dtype in zip(self.outputs, self.dtypes, strict=True):
+            if name == _LOGITS and not self.gives_logits:
+                results.append(torch.empty(0))
+                continue
             result = torch.empty(tuple(context.get_tensor_shape(name)), dtype=dtype)
             self.cuda.to_host(result, buffers[name].address, self.stream)
             results.append(result)
@@ -277,6 +297,13 @@ class _Plan:
     def _enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(self.stream):
             raise EngineError(f"{self.graph.file}: TensorRT did not run the step, its messages say why")
+
+
+def _widened(history: Tensor, most: int) -> Tensor:
+    """Return a history with a number of columns that is a power of two, or `most`, where it has any."""
+    columns = history.shape[1]
+    wanted = min(max(1 << (columns - 1).bit_length(), _LEAST_HISTORY), most) if columns else 0
+    return F.pad(history, (0, wanted - columns), value=-1)
 
 
 def _within(shape: tuple[int, ...], most: tuple[int, ...]) -> bool:

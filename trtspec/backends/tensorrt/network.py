@@ -86,11 +86,15 @@ def _output(w: Writer, value: ir.Value) -> None:
     w.network.mark_output(tensor)
 
 
+def given_inputs(node: ir.Node) -> dict[str, ir.Value]:
+    """Return the inputs that a node of domain `trtspec` has, by their names in trtspec.ops."""
+    names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
+    return {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
+
+
 def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
     w.node = node.name or node.op_type
-    names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
-    given = {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
-    tensors = {name: w.get(value) for name, value in given.items()}
+    tensors = {name: w.get(value) for name, value in given_inputs(node).items()}
     attributes = {
         name: one.as_float() if one.type == ir.AttributeType.FLOAT else one.as_int()
         for name, one in node.attributes.items()

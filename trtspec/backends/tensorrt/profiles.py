@@ -17,6 +17,9 @@ from trtspec.errors import ConfigError, UnsupportedError
 MAX_BANS = 64
 """Largest number of ids that are banned in a row at a time (stop ids before min_tokens)."""
 
+MAX_BIASES = 1024
+"""Largest number of ids to which a request's logit_bias adds something."""
+
 ATTENTIONS = ("plugin", "native")
 HARDWARE = ("none", "ampere_plus", "same_compute_capability")
 
@@ -82,17 +85,25 @@ def profiles(
     sizes: Sizes,
     opt_num_tokens: int | None = None,
     hidden_width: int = 0,
+    vocab_size: int = 0,
 ) -> tuple[Profile, Profile]:
     """Return the two profiles of a ragged graph with these inputs and KV layers.
 
-    hidden_width: width of the input hidden_states, if the graph takes it.
+    hidden_width: width of the input hidden_states, if the graph takes it. vocab_size: that of the logits, if the graph
+    takes constraints on them.
     """
     B, K = sizes.batch_size, sizes.draft_len
     draws = B * (K + 1)
     usual_rows = min(opt_num_tokens or max(sizes.rows // 2, 1), sizes.rows)
     columns, bans = (1, max(sizes.columns // 2, 1), sizes.columns), (1, 1, MAX_BANS)
     blocks = (sizes.blocks,) * 3  # the cache is allocated once
-    known = {"K": (K,) * 3, "0": (0,) * 3, "width": (hidden_width,) * 3}
+    unless = {  # sizes of constraints, of which most batches have none
+        "known": (0, 0, sizes.columns * sizes.block_size),
+        "kinds": (0, 0, 3),
+        "biases": (0, 0, MAX_BIASES),
+        "words": (0, 0, -(-vocab_size // 32)),
+    }
+    known = {**unless, "K": (K,) * 3, "0": (0,) * 3, "width": (hidden_width,) * 3}
     fixed = {**known, "columns": columns, "bans": bans, "blocks": blocks}
     batch = {"B": (1, B, B), "G": (0, B, B), "R": (1, draws, draws), **fixed}
     mixed = {"T": (1, usual_rows, sizes.rows), SLOT_ROWS: (1, usual_rows, sizes.rows), **batch}
