@@ -67,7 +67,7 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
             model = export_onnx(step, example, example_kv(step, example, block_size))
             write_linears(model, "tensorrt")
             names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
-            names += (SLOT_ROWS,) * sizes.linear
+            names = (SLOT_ROWS,) * sizes.linear + names
             linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
             for sm in SMS:
                 start = time.perf_counter()

@@ -233,7 +233,7 @@ def compile_step(
         if real:
             check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
-        names += (SLOT_ROWS,) * sizes.linear
+        names = (SLOT_ROWS,) * sizes.linear + names  # constraints stay last
         largest = sizes.at_draft_len(step, K)
         shapes = profiles(names, step.kv_layers, largest, options.opt_num_tokens, step.hidden_width, step.vocab_size)
         report(f"graph for K = {K}: building")
