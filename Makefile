@@ -90,8 +90,9 @@ memcheck-gpu: $(GPU_READY)
 	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_gpu_engine.py
 
 # Every mode with every K on every backend. A stopped run is resumed. ARGS: the script's options (--help lists them).
+# One thread, because the models are so small that two would mostly wait for each other.
 contract: .venv/.dev .venv/.plugins
-	$(BIN)/python -m tests.contract.run_modes $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.contract.run_modes $(ARGS)
 
 # The plugins against TensorRT's own Python bindings, in a venv under build/. It needs no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev

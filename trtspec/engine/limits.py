@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class LogitLimits:
     """What a target's launches do with logits other than draw from them.
 
-    backend: its name. constraints: launches take LogitConstraints and return logits. logprobs: they return logits when
-    drafts are verified, too. most_biases: largest size of a request's logit_bias; None = any.
+    backend: its name. constraints: launches take LogitConstraints and return logits. logprobs: False if the engine's
+    configuration rules out log-probabilities. most_biases: largest size of a request's logit_bias; None = any.
     """
 
     backend: str
