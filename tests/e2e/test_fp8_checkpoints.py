@@ -25,7 +25,7 @@ from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT
 from trtspec import LLM
 from trtspec.backends.export import example_batch
-from trtspec.backends.graph_io import graph_inputs, input_names
+from trtspec.backends.graph_io import INPUTS, graph_inputs, input_names
 from trtspec.backends.tensorrt.profiles import TensorRTOptions
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
@@ -159,7 +159,9 @@ def test_a_step_is_what_its_network_computes(
     with torch.no_grad():
         tokens = eager.step(inputs, after).tokens
     caches = {f"{'kv'[i % 2]}_cache_{i // 2}": tensor.clone() for i, tensor in enumerate(before)}
-    tensors = graph_inputs(inputs, input_names(eager.step))
+    rows = inputs.spec.gather_ids.shape[0]
+    unused = {name: row.unused(rows) for name, row in INPUTS.items() if row.taker == "constraints"}
+    tensors = graph_inputs(inputs, input_names(eager.step)) | unused
     wanted = {tensor.name for tensor in network._inputs}
     got = network._run({name: tensor for name, tensor in (tensors | caches).items() if name in wanted})
     assert torch.equal(got["tokens"], tokens)
