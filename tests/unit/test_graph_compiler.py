@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from concurrent.futures import wait
 from pathlib import Path
 
@@ -138,3 +139,16 @@ def test_an_object_that_was_not_finished_is_not_used(tmp_path: Path, monkeypatch
     with pytest.raises(EngineError, match="exit status 1"):
         compile_twice(compiler, tmp_path)
     assert not list((tmp_path / "cache" / "trtspec").rglob("*.o"))
+
+
+def test_flags_that_another_process_is_writing_are_read_when_complete(tmp_path: Path) -> None:
+    """Inductor empties the file of a graph that it compiles again, and then fills it."""
+    file = tmp_path / "graph_compile_flags.json"
+    file.write_text("")
+    late = threading.Timer(0.2, file.write_text, ('{"compiler": "c++"}',))
+    late.start()
+    assert graph_compiler._read_flags(file) == {"compiler": "c++"}
+    late.join()
+    file.write_text('{"compiler"')
+    with pytest.raises(EngineError, match=r"graph_compile_flags\.json is damaged .* delete it and build again"):
+        graph_compiler._read_flags(file, seconds=0.1)

@@ -17,6 +17,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -138,7 +139,7 @@ class GraphCompiler:
                 made: Any = torch._inductor.aot_compile(module, arguments, keywords, options=self._options)
         files = [Path(str(file)) for file in made if str(file)]
         of = {kind: [file for file in files if file.name.endswith(kind)] for kind in (".cpp", ".o", "_flags.json")}
-        compiling, linking = (json.loads(file.read_text(encoding="utf-8")) for file in sorted(of["_flags.json"]))
+        compiling, linking = map(_read_flags, sorted(of["_flags.json"]))
         left_out = {*of[".cpp"], *of[".o"], *of["_flags.json"]}
         rest = tuple(str(file) for file in files if file not in left_out and file.suffix == ".json")
         return _Written(of[".cpp"][0], tuple(of[".o"]), rest, compiling, linking)
@@ -174,6 +175,21 @@ class GraphCompiler:
             command = [written.compiling["compiler"], "-shared", "-o", str(library), *map(str, objects)]
             _run([*command, *_link_flags(written.linking)])
             package_pt2(str(file), aoti_files=[*written.files, str(library)])
+
+
+def _read_flags(file: Path, seconds: float = 10.0) -> Any:
+    """Read flags from Inductor's cache folder. Another process that compiles the same graph may be rewriting them.
+
+    EngineError if they are incomplete for so long.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            if time.monotonic() > until:
+                raise EngineError(f"{file} is damaged ({error}); delete it and build again") from error
+        time.sleep(0.02)
 
 
 @contextmanager
