@@ -233,6 +233,11 @@ def _lanes(tokens: int) -> int:
     return min(max(triton.next_power_of_2(triton.cdiv(tokens, DEPTH.value)), 32), LANES)
 
 
+def _rows(group: torch.Tensor) -> int:
+    """Number of rows of a group of inputs that is used. A group that is not may have rows without elements."""
+    return group.shape[0] if group.numel() else 0
+
+
 def process_rows(
     logits: torch.Tensor, positions: torch.Tensor, ban_ids: torch.Tensor, ban_until: torch.Tensor,
     allow_mask: torch.Tensor, temperatures: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor,
@@ -246,7 +251,7 @@ def process_rows(
     lanes = _lanes(V)
     process_row_kernel[(R,)](
         logits, positions, ban_ids, ban_until, allow_mask, temperatures, top_ks, top_ps, min_ps,
-        V, M, *(group.shape[0] for group in groups), out,
+        V, M, *map(_rows, groups), out,
         LANES=lanes, num_warps=lanes // 32, enable_fp_fusion=False,
         maxnreg=255,  # without it, the assembler takes fewer for sm_80, and spills
     )  # fmt: skip
@@ -267,7 +272,7 @@ def process_spread(
     options = {"CHUNK": chunk, "LANES": lanes, "num_warps": lanes // 32, "enable_fp_fusion": False}
     prepare_kernel[(R, S)](
         logits, positions, ban_ids, ban_until, allow_mask, temperatures,
-        V, M, ban_ids.shape[0], allow_mask.shape[0], temperatures.shape[0], out, maxima, **options,
+        V, M, *map(_rows, (ban_ids, allow_mask, temperatures)), out, maxima, **options,
     )  # fmt: skip
     num_top_ks, num_top_ps, num_min_ps = top_ks.shape[0], top_ps.shape[0], min_ps.shape[0]
     if not (num_top_ks or num_top_ps or num_min_ps):

@@ -1,5 +1,6 @@
 """Whole engines on the Triton kernels, in Triton's interpreter, generate the ids of the references, drafts or not.
 
+Engines are eager, and of backend cuda with a thread that stands in for the GPU's queue and its CUDA graphs.
 The environment chooses the kernels when a process first asks for them, so each choice is a process of its own.
 """
 
@@ -16,9 +17,11 @@ import pytest
 import torch
 from trtspec_plugins.triton import OPS
 
+from tests.async_stand_in import HostQueue
 from tests.e2e.tiny import make_target
 from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, SamplingParams
+from trtspec.build import wiring
 from trtspec.ops import load_plugins
 
 pytestmark = pytest.mark.long
@@ -31,6 +34,7 @@ PARAMS = [
     SamplingParams(temperature=1.2, top_k=12, top_p=0.9, seed=11, max_tokens=6, ignore_eos=True),
     SamplingParams(temperature=0.9, min_p=0.02, seed=5, max_tokens=6, min_tokens=4, stop_token_ids=[6, 13]),
 ]
+BACKENDS = ("eager", "cuda")
 ENVIRONMENTS = {
     "reference": {"TRTSPEC_PLUGINS": "0"},
     "triton": {"TRTSPEC_PLUGINS": "triton", "TRTSPEC_TRITON": "interpret", "TRITON_INTERPRET": "1"},
@@ -42,14 +46,26 @@ def generate(target: str, head: str) -> None:
     said: dict[str, Any] = {"loaded": sorted(load_plugins())}
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     said["kernels"] = [op for op in OPS if has_kernel(f"trtspec::{op}", "CPU")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wiring, "open_gpu", lambda: torch.device("cpu"))
+        patch.setattr(wiring, "CudaQueue", HostQueue)
+        for backend in BACKENDS:
+            said[backend] = outcomes(target, head, backend)
+    print(json.dumps(said))
+
+
+def outcomes(target: str, head: str, backend: str) -> dict[str, Any]:
+    """Outputs and counts of drafts of plain decoding and of EAGLE3 on a backend."""
+    said: dict[str, Any] = {}
     speculation = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
+    limits: dict[str, Any] = {"dtype": "float32", "block_size": 4, "num_kv_blocks": 64, "max_batch_size": 4}
     for name, config in {"plain": None, "eagle3": speculation}.items():
-        with LLM(target, config, dtype="float32", block_size=4, num_kv_blocks=64, max_batch_size=4) as llm:
+        with LLM(target, config, backend=backend, **limits) as llm:
             outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], PARAMS)
             said[name] = [output.outputs[0].token_ids for output in outputs]
-            speculation = llm.get_metrics().speculation
-            said[f"{name} accepted"] = [speculation.num_accepted_tokens, speculation.num_draft_tokens]
-    print(json.dumps(said))
+            counts = llm.get_metrics().speculation
+            said[f"{name} accepted"] = [counts.num_accepted_tokens, counts.num_draft_tokens]
+    return said
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +91,17 @@ def test_the_kernels_are_those_that_were_asked_for(generated: dict[str, dict[str
 
 
 @pytest.mark.parametrize("mode", ["plain", "eagle3"])
-def test_the_words_are_the_references(generated: dict[str, dict[str, Any]], mode: str) -> None:
-    assert generated["triton"][mode] == generated["reference"][mode]
-    assert generated["triton"][f"{mode} accepted"] == generated["reference"][f"{mode} accepted"]
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_words_are_the_references(generated: dict[str, dict[str, Any]], backend: str, mode: str) -> None:
+    mine, theirs = generated["triton"][backend], generated["reference"][backend]
+    assert mine[mode] == theirs[mode]
+    assert mine[f"{mode} accepted"] == theirs[f"{mode} accepted"]
 
 
 @pytest.mark.parametrize("kernels", ENVIRONMENTS)
 def test_speculation_changes_nothing(generated: dict[str, dict[str, Any]], kernels: str) -> None:
-    said = generated[kernels]
-    assert said["eagle3"] == said["plain"]
-    accepted, offered = said["eagle3 accepted"]
-    assert 0 < accepted < offered
+    for backend in BACKENDS:
+        said = generated[kernels][backend]
+        assert said["eagle3"] == said["plain"] == generated[kernels]["eager"]["plain"]
+        accepted, offered = said["eagle3 accepted"]
+        assert 0 < accepted < offered

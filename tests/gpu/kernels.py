@@ -139,7 +139,8 @@ def complete(given: Mapping[str, Tensor]) -> Arguments:
     }
     rows = given["logits"].shape[0]
     blank["positions"] = torch.zeros(rows, dtype=torch.int64)
-    blank["ban_ids"], blank["ban_until"] = (blank[name].view(rows, 0) for name in ("ban_ids", "ban_until"))
+    for name in ("ban_ids", "ban_until", "allow_mask"):
+        blank[name] = blank[name].view(rows, 0)
     return {name: given.get(name, blank[name]) for name in LOGITS}
 
 
