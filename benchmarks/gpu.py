@@ -9,6 +9,8 @@
 - eagle3: target and EAGLE3 head in one launch, K=3, with 0, 1, 2 and 3 drafts accepted by force.
 - rows: the target's step when it verifies 3 drafts of each request, over its step without drafts.
 - transformers: generate() on the same checkpoint, tokens/s.
+- linears: those of a layer, in every format, for 1 to 2048 rows, next to torch's in bf16.
+- attention: of generations with 1k to 32k tokens, and of prompts, next to torch's.
 
 The Llama shapes of 1B and 8B parameters and their heads have random weights, made on the card and written under --work.
 They take 20 GB of disk, and no network. Results go to --out, as JSON and markdown, after every section. A run that is

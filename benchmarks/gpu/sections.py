@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.checkpoints import SHAPES, checkpoint, head
+from benchmarks.gpu.kernels import measure_attention, measure_linears
 from benchmarks.gpu.peer import Transformers
 from benchmarks.gpu.results import Case, Peer, Result
 from benchmarks.gpu.steps import GREEDY, Opened, Steps, random_prompts, step_bytes
@@ -190,10 +191,24 @@ def transformers(bench: Bench, result: Result) -> None:
         bench.card.release()
 
 
+def linears(bench: Bench, result: Result) -> None:
+    """Time the linears of a layer in every format, next to torch's in bf16."""
+    bench.close()
+    result.figures += measure_linears(bench.card, SHAPES[result.shape], bench.bandwidth, bench.turns, bench.report)
+
+
+def attention(bench: Bench, result: Result) -> None:
+    """Time attention of generations and of prompts, next to torch's."""
+    bench.close()
+    result.figures += measure_attention(bench.card, SHAPES[result.shape], bench.bandwidth, bench.turns, bench.report)
+
+
 SECTIONS: dict[str, Callable[[Bench, Result], None]] = {
     "plain": plain,
     "sampling": sampling,
     "eagle3": eagle3,
     "rows": rows,
     "transformers": transformers,
+    "linears": linears,
+    "attention": attention,
 }

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.gpu import checkpoints
+from benchmarks.gpu import checkpoints, kernels
 from benchmarks.gpu.card import Card, copy_bandwidth
 from benchmarks.gpu.checkpoints import SHAPES, split, write_head, write_target
 from benchmarks.gpu.main import main
@@ -69,8 +69,13 @@ def card(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(wiring, "CudaQueue", HostQueue)
     monkeypatch.setattr(wiring, "free_memory", lambda device: 10**9)
     monkeypatch.setitem(SHAPES, "tiny", SHAPE)
+    monkeypatch.setattr(kernels, "LEAST_BYTES", 10_000)
+    monkeypatch.setattr(kernels, "ROWS", (1, 65))
+    monkeypatch.setattr(kernels, "GROUP", 32)
+    monkeypatch.setattr(kernels, "GENERATIONS", ((2, 40),))
+    monkeypatch.setattr(kernels, "PROMPTS", (50,))
     about = {"card": "a thread", "driver": "none"}
-    return Card(torch.device("cpu"), about, clock.stamp, clock.hold, lambda: None, lambda: None)
+    return Card(torch.device("cpu"), about, clock.stamp, clock.hold, lambda: None, lambda: None, lambda work: work)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -249,6 +254,15 @@ def test_a_small_run(card: Card, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert one["values"] == eight["values"] == [1.0, 1.0]
     assert (one["limit"], one["met"], added["limit"], added["met"]) == (1.08, True, 100, True)
     assert [peer["batch"] for peer in results["transformers"]["peers"]] == [1, 2]
+    formats = ["bf16", "fp8", "int8", "int8 g=128", "int4 g=128"]
+    cases = [f"{name}, {rows}" for name in formats for rows in ("1 row: of copy", "1 row: torch", "65 rows: torch")]
+    assert [name.partition(" bandwidth")[0].partition("'s")[0] for name in figures["linears"]] == cases
+    assert {value for figure in results["linears"]["figures"][1::3] for value in figure["values"]} == {1.0}
+    layer = 2 * (64 * (128 + 64 + 64) + 128 * 64 + 3 * 64 * 96)  # bytes in bf16: one is more than is asked for
+    assert results["linears"]["figures"][0]["values"] == pytest.approx([layer / TICK / 2e6] * 2, rel=1e-3)
+    (share, *ratios) = results["attention"]["figures"]
+    assert share["values"] == pytest.approx([2 * 256 * 40 / TICK / 2e6] * 2, rel=1e-3)
+    assert [figure["values"] for figure in ratios] == [[1.0, 1.0]] * 3
     speeds = [case["tokens_per_second"] for case in results["plain"]["cases"]]
     for peer, speed in zip(results["transformers"]["peers"], speeds, strict=False):
         assert peer["ratio"] == pytest.approx(speed / peer["tokens_per_second"])
