@@ -75,7 +75,7 @@ else
 GPU_PYTHON := $(BIN)/python
 GPU_READY := .venv/.dev
 endif
-GPU_JOBS := $(if $(shell $(PYTHON) -c 'import xdist; print(1)' 2>/dev/null),-n 4)
+GPU_JOBS := $(shell $(PYTHON) -c 'import os, xdist; print("-n", min(14, os.cpu_count()))' 2>/dev/null)
 MEMCHECK := $(firstword $(wildcard /usr/local/cuda/bin/compute-sanitizer) compute-sanitizer) --tool memcheck \
     --report-api-errors no --target-processes application-only --error-exitcode 1
 endif
