@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -63,7 +64,7 @@ class WorkQueue(Protocol):
 class CudaQueue:
     """A WorkQueue on a stream of the current GPU.
 
-    Only the tests in tests/gpu run it; other tests replace it by a thread of the CPU.
+    Only the tests in tests/gpu run it, on a GPU; other tests replace it by a thread of the CPU.
     """
 
     def __init__(self) -> None:
@@ -79,13 +80,18 @@ class CudaQueue:
                 work()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run work as warm-up, capture it as a CUDA graph, and return the function that replays the graph."""
+        """Run work as warm-up, capture it as a CUDA graph, and return the function that replays the graph.
+
+        Python's garbage collection is off meanwhile: the graphs and pinned memory of an engine that is gone, if freed
+        by this thread, would end the capture.
+        """
         for _ in range(_WARM_UPS):
             self.submit(work)
         self.mark().wait()
         graph = torch.cuda.CUDAGraph()
         with (
             device_errors(),
+            _no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             work()
@@ -110,6 +116,17 @@ class CudaQueue:
     def to_host(self, tensor: Tensor) -> Tensor:
         """Copy a tensor of the GPU to pinned host memory, without waiting."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _CudaMark:
