@@ -30,7 +30,10 @@ WIDE: dict[str, Any] = {"max_batch_size": 8, "block_size": 4, "num_kv_blocks": 3
 NEAR_TIES = {
     "float32": 0.01,  # 655 ulps of fp32: three to eight layers of sums in another order
     "bfloat16": 8.0,  # hidden states of 8 bits, rounded some 6 times a layer: at most this far from the CPU's
-    "quantised": 8.0,  # a number of x that rounds to the next integer of 8 bits: a 127th of its row's largest
+    # A number of x near the middle between two integers of 8 bits may round to the other one. That changes it by two
+    # ulps of bf16 of its row's largest, four times as much as bf16 rounds.
+    "float32 quantised": 8.0,
+    "bfloat16 quantised": 32.0,
 }
 """Bounds of a difference, in the unit of the module's docstring."""
 

@@ -77,7 +77,7 @@ def test_quantised_weights(models: Path, quantization: str, dtype: str) -> None:
     options = {"dtype": dtype, "quantization": quantization}
     cases = CASES[:20]
     theirs = engines.alone(models / "target", cases, **options)
-    engines.check_words_are_eager_s(models / "target", cases, theirs, NEAR_TIES["quantised"], **options)
+    engines.check_words_are_eager_s(models / "target", cases, theirs, NEAR_TIES[f"{dtype} quantised"], **options)
     with on_gpu(models / "target", wishes("eagle3", models, False), **WIDE, **options) as llm:
         assert run_together(llm.engine, cases).outcomes == theirs
 
