@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning
 NONE = torch.empty(0)
 EPSILON = {torch.float32: 2**-24, torch.float16: 2**-11}  # of one rounding; the interpreter gets bf16 wrong
 LAYOUTS = ["plain", "int8", *GROUPS, *FP8]
-CONFIGURATIONS = ["few", "many"]
+CONFIGURATIONS = ["few", "narrow", "many"]
 
 dtypes = st.sampled_from(list(EPSILON))
 row_counts = st.integers(1, 40) | st.sampled_from([64, 65, 130])
@@ -48,13 +48,12 @@ widths = st.sampled_from([1, 31, 32, 33, 64, 65, 128, 130]) | st.integers(1, 100
 
 @contextmanager
 def configured(name: str) -> Iterator[None]:
-    """Use the kernel for few or for many rows, whatever their number."""
-    before = linear.MANY_ROWS, linear.MANY_PROGRAMS
-    linear.MANY_ROWS, linear.MANY_PROGRAMS = (0, 0) if name == "many" else (2**31, 0)
-    try:
+    """Use the kernel for few or for many rows, for any number; narrow: with programs of few columns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "MANY_ROWS", 2**31 if name == "few" else 0)
+        patch.setattr(linear, "MANY_PROGRAMS", 0)
+        patch.setattr(linear, "NARROW_ROWS", 0 if name == "many" else 2**31)
         yield
-    finally:
-        linear.MANY_ROWS, linear.MANY_PROGRAMS = before
 
 
 class Layer:
@@ -137,9 +136,10 @@ def test_products_are_the_references(
 
 
 def test_each_configuration_serves_some_sizes() -> None:
-    half = torch.bfloat16
-    taken = {(rows, width): linear.tiling(rows, width, half)[0] for rows in (4, 64, 65, 2048) for width in (512, 16384)}
-    assert [size for size, many in taken.items() if many] == [(65, 16384), (2048, 16384)]
+    sizes = [(rows, width) for rows in (4, 64, 65, 2048) for width in (512, 16384)]
+    taken = {size: linear.tiling(*size, torch.bfloat16) for size in sizes}
+    many = {size: columns for size, (many, _, columns) in taken.items() if many}
+    assert many == {(65, 16384): 64, (2048, 16384): 128}
 
 
 # --- the order of additions -------------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_the_same_instruction_multiplies_everywhere(architecture: int) -> None:
     assert {name.split()[1] for name in compiled} == {f"sm_{architecture}"}
     for layout in ("bf16", "fp32", "fp8"):
         mine = {name: of for name, of in compiled.items() if name.startswith(f"{layout} ")}
-        assert len(mine) == (2 if layout == "fp32" else 3)
+        assert len(mine) == (3 if layout == "fp32" else 6)
         assert len({json.dumps(of) for of in mine.values()}) == 1, mine
         product = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
         assert next(iter(mine.values()))["instructions"] == ([] if layout == "fp32" else [product])

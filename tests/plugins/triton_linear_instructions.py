@@ -11,6 +11,7 @@ import json
 import re
 import sys
 
+import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -20,7 +21,9 @@ POINTERS = {"bf16": ("*bf16", "*bf16"), "fp32": ("*fp32", "*fp32"), "fp8": ("*bf
 INTEGERS = ("T", "N", "K", "x_stride", "piece_steps")
 
 
-def instructions(layout: str, architecture: int, kernel: object, rows: int, columns: int, options: dict) -> dict:
+def instructions(
+    layout: str, architecture: int, kernel: object, rows: int, columns: int, options: dict, split: bool = True
+) -> dict:
     x, weight = POINTERS[layout]
     scratch = {"partials": "*fp32", "counters": "*i32"} if kernel is linear.few_rows_kernel else {}
     pointers = {"x": x, "weight": weight, "scales": "*fp32", "x_scales": "*fp32", "bias": x}
@@ -29,7 +32,7 @@ def instructions(layout: str, architecture: int, kernel: object, rows: int, colu
         "LAYOUT": linear.FP8.value if layout == "fp8" else linear.PLAIN.value,
         "X_SCALE": False,
         "BIAS": True,
-        "SPLIT": True,
+        "SPLIT": split,
         "EVEN": True,
         "BLOCK_M": rows,
         "BLOCK_N": columns,
@@ -53,15 +56,20 @@ def instructions(layout: str, architecture: int, kernel: object, rows: int, colu
 def main(architectures: list[int]) -> None:
     compiled = {}
     for layout in POINTERS:
-        many = (16, 64, linear.MANY_FP32) if layout == "fp32" else (32, 128, linear.MANY)
+        number = linear.FP8.value if layout == "fp8" else linear.PLAIN.value
+        dtype = torch.float32 if layout == "fp32" else torch.bfloat16
         for architecture in architectures:
             for rows in (16,) if layout == "fp32" else (16, 32):
                 compiled[f"{layout} sm_{architecture} few {rows}"] = instructions(
                     layout, architecture, linear.few_rows_kernel, rows, linear.COLUMNS, linear.FEW
                 )
-            compiled[f"{layout} sm_{architecture} many"] = instructions(
-                layout, architecture, linear.many_rows_kernel, *many
-            )
+            for columns in (64,) if layout == "fp32" else (64, 128):
+                for split in (False, True):
+                    options = linear.many_options(dtype, number, columns, split)
+                    compiled[f"{layout} sm_{architecture} many {columns} {split}"] = instructions(
+                        layout, architecture, linear.many_rows_kernel, 16 if layout == "fp32" else 32, columns, options,
+                        split,
+                    )  # fmt: skip
     print(json.dumps(compiled))
 
 
