@@ -86,7 +86,7 @@ test-gpu: $(GPU_READY)
 # The first run gives each tensor memory of its own, so a step past a tensor is past what is allocated. Graphs cannot
 # run in that way, hence the second run.
 memcheck-gpu: $(GPU_READY)
-	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_kernels.py tests/gpu/test_rows.py
 	$(MEMCHECK) $(GPU_PYTHON) -m pytest -q -m memcheck tests/gpu/test_gpu_engine.py
 
 # Every mode with every K on every backend. A stopped run is resumed. ARGS: the script's options (--help lists them).

@@ -12,7 +12,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, native_specialize_impl
-from trtspec_plugins.triton import accept, attention, compact, embedding, linear, logits, norm, sample
+from trtspec_plugins.triton import accept, attention, compact, elementwise, embedding, linear, logits, norm, sample
 from trtspec_plugins.triton.compile import Kernel
 
 VOCABULARY = 128256  # Llama 3's
@@ -67,6 +67,11 @@ def _embedding(dtype: str) -> object:
     return embedding.packed_embedding(_of(_I64, ROWS), _of(_DTYPES[dtype], VOCABULARY, 4096), none, none, 4096)
 
 
+def _rotate_heads(dtype: str) -> object:
+    qkv, angles = _of(_DTYPES[dtype], ROWS, 48, 128), _of(_DTYPES[dtype], ROWS, 1, 128)
+    return elementwise.rotate_heads(qkv[:, :32], qkv[:, 32:40], angles, angles)
+
+
 def _logits(vocabulary: int = VOCABULARY, none: bool = False) -> object:
     """Launch process_logits. none: without filters, with temperatures alone."""
     R = 0 if none else ROWS
@@ -102,14 +107,19 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "packed_linear-bf16": lambda: _linear("bf16", "plain", 4, 4096, 6144),
     "packed_linear-bf16-prompt": lambda: _linear("bf16", "plain", 2048, 4096, 6144),
     "packed_linear-bf16-vocabulary": lambda: _linear("bf16", "plain", ROWS, 4096, VOCABULARY, float_out=True),
+    "packed_linear-bf16-short-prompt": lambda: _linear("bf16", "plain", 200, 4096, 6144),
     "packed_linear-int8": lambda: _linear("bf16", "int8", 4, 4096, 6144),
     "packed_linear-int8-prompt": lambda: _linear("bf16", "int8", 2048, 4096, 6144),
     "packed_linear-int8-groups": lambda: _linear("bf16", "int8-groups", 4, 4096, 6144),
     "packed_linear-int4": lambda: _linear("bf16", "int4", 4, 4096, 6144),
     "packed_linear-int4-prompt": lambda: _linear("bf16", "int4", 2048, 4096, 6144),
+    "packed_linear-fp8-short-prompt": lambda: _linear("bf16", "fp8", 200, 4096, 6144),
     "packed_linear-fp8": lambda: _linear("bf16", "fp8", 4, 4096, 6144),
     "packed_linear-fp8-prompt": lambda: _linear("bf16", "fp8", 2048, 4096, 6144),
     "packed_embedding-bf16": lambda: _embedding("bf16"),
+    "silu_mul-bf16": lambda: elementwise.silu_mul(_of(torch.bfloat16, ROWS, 28672)),
+    "rotate_heads-bf16": lambda: _rotate_heads("bf16"),
+    "rotate_heads-fp32": lambda: _rotate_heads("fp32"),
     "rms_norm-bf16": lambda: norm.rms_norm(_of(torch.bfloat16, ROWS, 4096), _of(torch.bfloat16, 4096), 1e-5),
     "process_logits": _logits,
     "process_logits-few": lambda: _logits(4096),

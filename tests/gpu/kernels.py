@@ -34,6 +34,8 @@ OPS = (
     "packed_linear",
     "packed_embedding",
     "rms_norm",
+    "silu_mul",
+    "rotate_heads",
 )
 """Ops that have a kernel of our own on a GPU."""
 

@@ -9,7 +9,7 @@ from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import LAYOUTS, Layer
 from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows
 from tests.unit.attention_cases import Model, Part
-from trtspec.ops import rms_norm, rms_norm_inline
+from trtspec.ops import rms_norm, rms_norm_inline, rotate_heads, rotate_heads_inline, silu_mul, silu_mul_inline
 
 pytestmark = pytest.mark.gpu
 
@@ -78,3 +78,27 @@ def test_rows_of_norms(size: int) -> None:
         assert torch.equal(rms_norm(x[:rows], weight, 1e-5), whole[:rows])
         assert torch.equal(rms_norm(x[rows - 1 : rows], weight, 1e-5), whole[rows - 1 : rows])
     torch.testing.assert_close(whole.cpu(), rms_norm_inline(x.cpu(), weight.cpu(), 1e-5), rtol=2**-6, atol=0)
+
+
+@pytest.mark.parametrize("size", [100, 8192])
+def test_rows_of_gated_units(size: int) -> None:
+    """Rows also equal the reference's, up to a rounding or two."""
+    g = torch.Generator(CUDA).manual_seed(size)
+    x = torch.randn(max(ROWS), 2 * size, generator=g, device=CUDA).bfloat16()
+    whole = silu_mul(x)
+    for rows in ROWS:
+        assert torch.equal(silu_mul(x[:rows]), whole[:rows])
+        assert torch.equal(silu_mul(x[rows - 1 : rows]), whole[rows - 1 : rows])
+    torch.testing.assert_close(whole.cpu(), silu_mul_inline(x.cpu()), rtol=2**-6, atol=0)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 64), (7, 1, 20), (3, 3, 128)])
+def test_rotated_heads_have_the_reference_s_bits(heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> None:
+    g = torch.Generator(CUDA).manual_seed(size)
+    qkv = torch.randn(37, heads + 2 * kv_heads, size, generator=g, device=CUDA).to(dtype)
+    cos, sin = torch.randn(2, 37, 1, size, generator=g, device=CUDA).to(dtype)
+    given = qkv[:, :heads], qkv[:, heads : heads + kv_heads], cos, sin
+    wanted = rotate_heads_inline(*(tensor.cpu() for tensor in given))
+    assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(rotate_heads(*given), wanted, strict=True))

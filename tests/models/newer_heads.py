@@ -26,7 +26,8 @@ from trtspec.methods.mtp.head import MtpHead, MtpModule, MtpSpec
 from trtspec.methods.step import DecodeStep, OneEngineStep
 from trtspec.models.attention import Attend, Attention, PagedAttend
 from trtspec.models.decoder import Decoder
-from trtspec.models.layers import Linear, RMSNorm, rotate, weight_bytes
+from trtspec.models.layers import Linear, RMSNorm, weight_bytes
+from trtspec.ops.elementwise import rotate
 
 EPS = 1e-6
 
@@ -59,7 +60,7 @@ class QueryLayer(nn.Module):
         q = self.q_norm(self.q(self.norms[0](x)).unflatten(-1, (-1, self.head_dim)))  # [T, Hq, D]
         x = x + self.norms[1](self.o(attend.query(self.source, rotate(q, cos, sin), scale=1.0).flatten(1)))
         gate, up = self.gate_up(self.norms[2](x)).chunk(2, dim=-1)
-        curve = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # GELU, tanh from exp: layers.silu says why
+        curve = 2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)  # GELU, tanh from exp: ops.silu says why
         x = x + self.norms[3](self.down(gate / (1 + torch.exp(-curve)) * up))
         return x * self.scalar
 

@@ -20,7 +20,7 @@ from trtspec.engine.stats import TimedAsyncExecutable, TimedChain, TimedExecutab
 from trtspec.kv.pool import allocate_layers, allocate_on, kv_nbytes
 from trtspec.methods.drafter import ChainExecutable
 from trtspec.methods.step import Step
-from trtspec.models.layers import norms_as_ops
+from trtspec.models.attention import as_ops
 from trtspec.models.weights import DTYPES
 
 Progress = Callable[[str], None]
@@ -66,7 +66,7 @@ class ModelLoader:
             timed = TimedExecutable(EagerExecutable(step, kv), step.weight_bytes_per_step, kv_nbytes(kv))
             return LoadedModel(timed, step=step)
         step.to(self.gpu.device)
-        norms_as_ops(step)
+        as_ops(step)
         kv = allocate_on(self.gpu.device, layers, self.num_blocks, config.block_size, dtype)
         is_target = context.role == "target"
         compiled = module_graphs(step, _module_draft_lens(context, step), context.cuda_graphs, is_target)

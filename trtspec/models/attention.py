@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from trtspec.core import AttnMetadata, KVLayer
-from trtspec.models.layers import Linear, RMSNorm, rotate
+from trtspec.models.layers import GatedMLP, Linear, RMSNorm
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import spec_attention, spec_attention_
+from trtspec.ops import rotate_heads, rotate_heads_inline, spec_attention, spec_attention_
 from trtspec.ops.attention import row_slots
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -126,12 +126,23 @@ class Attention(nn.Module):
         self.o = Linear(spec.num_heads * spec.head_dim, spec.hidden_size, spec.o_bias)
         self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.is_op = False  # as in RMSNorm
 
     def heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute q [T, Hq, D] and k, v [T, Hkv, D] of x [T, H], ready to attend."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)  # [T, Hq + 2 Hkv, D]
         q, k, v = torch.split(qkv, self.sizes, dim=1)
-        return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
+        return *(rotate_heads if self.is_op else rotate_heads_inline)(self.q_norm(q), self.k_norm(k), cos, sin), v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.o(attend(self.layer, *self.heads(x, cos, sin)).flatten(1))  # type: ignore[no-any-return]
+
+
+def as_ops(model: nn.Module) -> None:
+    """Make all norms, gated MLPs and attention layers of a model call an op for what is neither linear nor attention.
+
+    A GPU that runs a model op by op then launches a kernel for each, instead of one for each of torch's operations.
+    """
+    for module in model.modules():
+        if isinstance(module, (RMSNorm, GatedMLP, Attention)):
+            module.is_op = True

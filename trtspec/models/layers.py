@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from trtspec.config.checkpoint.model import RopeConfig
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import packed_embedding, packed_linear, packing, rms_norm, rms_norm_inline
+from trtspec.ops import (
+    packed_embedding,
+    packed_linear,
+    packing,
+    rms_norm,
+    rms_norm_inline,
+    silu_mul,
+    silu_mul_inline,
+)
 
 QUANTIZATIONS = {None: 0, "int8": 0, "int4": 32, "int4_g64": 64, "int4_g128": 128}
 """Ways in which `Linear.pack` stores a weight -> inputs of a group; 0 = no groups."""
@@ -177,30 +185,13 @@ class RMSNorm(nn.Module):
         else:
             self.register_buffer("weight", torch.full((size,), constant, dtype=_UNALLOCATED.get()), persistent=False)
         self.eps = eps
-        self.is_op = False  # True where a GPU runs the model op by op; ops/norm.py explains it
+        self.is_op = False  # True where a GPU runs the model op by op (`models.attention.as_ops`); ops/norm.py says why
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
         if weight.dtype != x.dtype:  # a constant in training, which casts parameters only
             weight = weight.to(x.dtype)
         return (rms_norm if self.is_op else rms_norm_inline)(x, weight, self.eps)
-
-
-def norms_as_ops(model: nn.Module) -> None:
-    """Make all norms of a model call the op `rms_norm`."""
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.is_op = True
-
-
-def silu(x: Tensor) -> Tensor:
-    """Compute silu in fp32.
-
-    It is spelt out since torch's silu rounds differently in vector bodies and tails: a row's bits would depend on the
-    number of rows.
-    """
-    x32 = x.float()
-    return (x32 / (1.0 + torch.exp(-x32))).to(x.dtype)
 
 
 class GatedMLP(nn.Module):
@@ -210,10 +201,10 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, spec.mlp_bias)
+        self.is_op = False  # as in RMSNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(silu(gate) * up)  # type: ignore[no-any-return]
+        return self.down((silu_mul if self.is_op else silu_mul_inline)(self.gate_up(x)))  # type: ignore[no-any-return]
 
 
 class RotaryTable(nn.Module):
@@ -242,12 +233,6 @@ class RotaryTable(nn.Module):
         """cos, sin [T, 1, D] in `dtype` of positions [T]. Positions past the table read its last row (junk rows)."""
         positions = positions.clamp(max=self.cos.shape[0] - 1)
         return self.cos[positions].to(dtype)[:, None], self.sin[positions].to(dtype)[:, None]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [T, heads, D] by cos, sin [T, 1, D], with the halves paired (x[i], x[i + D/2])."""
-    (first, second), (cos1, cos2), (sin1, sin2) = (each.chunk(2, dim=-1) for each in (x, cos, sin))
-    return torch.cat((first * cos1 - second * sin1, second * cos2 + first * sin2), dim=-1)
 
 
 def _powers(theta: float, head_dim: int) -> Tensor:

@@ -9,6 +9,7 @@ from trtspec.ops.accept import spec_accept
 from trtspec.ops.attention import spec_attention, spec_attention_
 from trtspec.ops.compact import kv_compact, kv_compact_
 from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
+from trtspec.ops.elementwise import rotate_heads, rotate_heads_inline, silu, silu_mul, silu_mul_inline
 from trtspec.ops.embedding import packed_embedding
 from trtspec.ops.graphs import GraphUse, Lent, open_row, runs_graphs
 from trtspec.ops.linear import packed_linear
@@ -33,7 +34,12 @@ __all__ = [
     "process_logits",
     "rms_norm",
     "rms_norm_inline",
+    "rotate_heads",
+    "rotate_heads_inline",
     "runs_graphs",
+    "silu",
+    "silu_mul",
+    "silu_mul_inline",
     "spec_accept",
     "spec_attention",
     "spec_attention_",

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import Attend
-from trtspec.models.layers import Linear, silu, weight_bytes
+from trtspec.models.layers import Linear, weight_bytes
+from trtspec.ops import silu
 
 
 @dataclass(frozen=True)
