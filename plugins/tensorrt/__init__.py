@@ -8,6 +8,7 @@
 | trtspec::SpecSample | logits, greedy, seeds, positions | | tokens |
 | trtspec::SpecSampleVocab | logits, greedy, seeds, positions, vocab_ids | | tokens |
 | trtspec::SpecAccept | sampled, draft_tokens, draft_lens, forced_accept, emits | | tokens, num_tokens |
+| trtspec::LinearLogits | x [R, K], weight [N, K], in bf16 or fp16; K is a multiple of 64 | | logits [R, N] fp32 |
 | trtspec::KvCompact | k_cache, v_cache, block_tables, starts, path | | caches |
 
 SpecAttention's attributes are scale (float), window (int) and softcap (float). Shapes and dtypes are those of the ops

@@ -20,7 +20,14 @@ import tensorrt.plugin as trtp
 from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is completed here)
 from trtspec_plugins.tensorrt.build import compiled_for, folder
 from trtspec_plugins.tensorrt.device import architecture
-from trtspec_plugins.triton.launch import aot_rows, float_bits, path_tile
+from trtspec_plugins.triton.launch import (
+    LOGITS_COLUMNS,
+    LOGITS_ROWS,
+    LOGITS_STEP,
+    aot_rows,
+    float_bits,
+    path_tile,
+)
 
 _SPELLED = {trt.float32: "fp32", trt.float16: "fp16", trt.bfloat16: "bf16"}
 Launch = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
@@ -102,6 +109,18 @@ def _(logits, greedy, seeds, positions, outputs, tactic) -> Launch:
 def _(logits, greedy, seeds, positions, vocab_ids, outputs, tactic) -> Launch:
     R, V = logits.shape_expr[0], logits.shape_expr[1]
     return _launch("SpecSampleVocab", R, [V, seeds.shape_expr[0]])
+
+
+@trtp.aot_impl("trtspec::LinearLogits")
+def _(x, weight, outputs, tactic) -> Launch:
+    R, K, N = x.shape_expr[0], x.shape_expr[1], weight.shape_expr[0]
+    if not K.is_constant or K.constant_value() % LOGITS_STEP:
+        raise ValueError(f"LinearLogits wants a fixed number of inputs in x that is a multiple of {LOGITS_STEP}")
+    if x.dtype not in (trt.float16, trt.bfloat16) or weight.dtype != x.dtype:
+        raise TypeError(f"LinearLogits wants x and weight of one dtype, HALF or BF16: {x.dtype}, {weight.dtype}")
+    integers = [R, N, K, K, K.constant_value() // LOGITS_STEP]
+    kernel = f"LinearLogits-{_SPELLED[x.dtype]}"
+    return _launch(kernel, trtp.cdiv(R, LOGITS_ROWS), integers, trtp.cdiv(N, LOGITS_COLUMNS))
 
 
 @trtp.aot_impl("trtspec::KvCompact")

@@ -26,6 +26,8 @@ _EMPTY: dict[str, torch.dtype] = {  # inputs of ops that no plugin has, and opti
     "vocab_ids": torch.int64,
     "tree_mask": torch.int32,
     "sinks": torch.float32,
+    "scales": torch.float32,
+    "zeros": torch.uint8,
 }
 
 
@@ -162,6 +164,18 @@ def _(sampled: Desc, draft_tokens: Desc, draft_lens: Desc, forced_accept: Desc, 
 @trtp.impl("trtspec::SpecAccept")
 def _(sampled, draft_tokens, draft_lens, forced_accept, emits, outputs, stream):
     _run("SpecAccept", (sampled, draft_tokens, draft_lens, forced_accept, emits), {}, outputs, stream)
+
+
+@trtp.register("trtspec::LinearLogits")
+def _(x: Desc, weight: Desc) -> Desc:
+    """x [R, K] @ weight [N, K]^T, as accumulated: logits [R, N] fp32."""
+    return trtp.from_shape_expr((x.shape_expr[0], weight.shape_expr[0]), trt.float32)
+
+
+@trtp.impl("trtspec::LinearLogits")
+def _(x, weight, outputs, stream):
+    rest = {"bias": None, "x_scale": None, "out_features": weight.shape[0], "float_out": True}
+    _run("LinearLogits", (x, weight), rest, outputs, stream)
 
 
 @trtp.register("trtspec::KvCompact")

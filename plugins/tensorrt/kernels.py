@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import re
 
-from trtspec_plugins.triton import accept, attention, compact, constraints, logits, sample
+from trtspec_plugins.triton import accept, attention, compact, constraints, linear, logits, sample
 from trtspec_plugins.triton.compile import Kernel
 from trtspec_plugins.triton.launch import (
     AOT_TILE_BYTES,
+    LOGITS_COLUMNS,
+    LOGITS_ROWS,
+    LOGITS_STEP,
     aot_rows,
     attention_options,
     attention_shape,
@@ -88,6 +91,9 @@ KERNELS: dict[str, Kernel] = {
 
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
 _COMPACT = re.compile(r"KvCompact-(bf16|fp16|fp32)-l(\d+)")
+_LINEAR = re.compile(r"LinearLogits-(bf16|fp16)")
+_LINEAR_ABSENT = ("scales", "x_scales", "bias", "partials", "counters")
+_LINEAR_INTEGERS = ("T", "N", "K", "x_stride", "piece_steps")
 _CACHES = ("k_cache", "v_cache")
 _ATTENTION_INTEGERS = (
     "T", "B", "columns", "num_blocks", "block_size", "Hkv", "q_stride", "k_stride", "v_stride",
@@ -103,7 +109,7 @@ def kernel(name: str) -> Kernel:
 
     Kernels that are compiled for certain shapes have these in their names. SpecAttention-bf16-d128-g4 has the dtype
     (bf16, fp16, fp32), the head size and the number of query heads per KV head. KvCompact-bf16-l8 has the dtype and the
-    length of the path, rounded up to a power of two and at least 8.
+    length of the path, rounded up to a power of two and at least 8. LinearLogits-bf16 has the dtype.
     """
     if name in KERNELS:
         return KERNELS[name]
@@ -111,9 +117,10 @@ def kernel(name: str) -> Kernel:
         return _attention(shape[1], int(shape[2]), int(shape[3]))
     if (shape := _COMPACT.fullmatch(name)) and path_tile(int(shape[2]))[0] == int(shape[2]):
         return _compact(shape[1], int(shape[2]))
-    raise LookupError(
-        f"{name}: there are {', '.join(KERNELS)}, SpecAttention-bf16-d128-g4 and KvCompact-bf16-l8 with their likes"
-    )
+    if shape := _LINEAR.fullmatch(name):
+        return _logits(shape[1])
+    likes = "SpecAttention-bf16-d128-g4, KvCompact-bf16-l8 and LinearLogits-bf16 with their likes"
+    raise LookupError(f"{name}: there are {', '.join(KERNELS)}, {likes}")
 
 
 def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
@@ -127,6 +134,20 @@ def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}
     options = attention_options(shape, split=False, element_bytes=size)
     return Kernel(attention.spec_attention_kernel, signature, constants, options.pop("num_warps"), options)
+
+
+def _logits(dtype: str) -> Kernel:
+    """All inputs in one piece: its sums are those of linear.py's launches for matrices of so many columns."""
+    pointers = dict.fromkeys(("x", "weight"), f"*{dtype}")
+    signature = {**pointers, **dict.fromkeys(_LINEAR_INTEGERS, "i32"), "out": "*fp32"}
+    flags = {"X_SCALE": False, "BIAS": False, "SPLIT": False, "EVEN": True}
+    sizes = {"BLOCK_M": LOGITS_ROWS, "BLOCK_N": LOGITS_COLUMNS, "BLOCK_K": LOGITS_STEP}
+    constants = {**dict.fromkeys(_LINEAR_ABSENT), "LAYOUT": linear.PLAIN.value, **flags, **sizes}
+    options = dict(linear.FEW)
+    warps = options.pop("num_warps")
+    aligned = ("x", "weight", "K", "x_stride", "out")
+    kernel = linear.few_rows_kernel
+    return Kernel(kernel, signature, constants, warps, {**options, "enable_fp_fusion": False}, aligned)
 
 
 def _compact(dtype: str, length: int) -> Kernel:

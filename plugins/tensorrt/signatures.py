@@ -33,6 +33,7 @@ PLUGINS: dict[str, Signature] = {
     "SpecSample": Signature("SpecSample", "spec_sample", _SAMPLE),
     "SpecSampleVocab": Signature("SpecSample", "spec_sample", (*_SAMPLE, "vocab_ids")),
     "SpecAccept": Signature("SpecAccept", "spec_accept", _ACCEPT),
+    "LinearLogits": Signature("PackedLinear", "packed_linear", ("x", "weight")),
     "KvCompact": Signature("KvCompact", "kv_compact", ("k_cache", "v_cache", "block_tables", "starts", "path")),
 }
 """Plugin name -> signature, in the namespace `trtspec`."""

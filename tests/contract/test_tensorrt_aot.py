@@ -43,9 +43,11 @@ F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 BF16 = torch.bfloat16
 ATTENTION = "SpecAttention-bf16-d64-g4"
 COMPACTION = "KvCompact-bf16-l8"
+LINEAR = "LinearLogits-bf16"
 CONSTRAINED = "ProcessLogitsConstrained"
-NAMES = (*KERNELS, ATTENTION, COMPACTION)
-FULL_NAMES = {name: name for name in KERNELS} | {"SpecAttention": ATTENTION, "KvCompact": COMPACTION}
+NAMES = (*KERNELS, ATTENTION, COMPACTION, LINEAR)
+FULL_NAMES = {name: name for name in KERNELS}
+FULL_NAMES |= {"SpecAttention": ATTENTION, "KvCompact": COMPACTION, "LinearLogits": LINEAR}
 # Plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES.
 LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecAttention": (
@@ -81,6 +83,8 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
         [(BF16, ["N", 16, 2, 64 * 5]), (BF16, ["N", 16, 2, 64 * 5]), (I32, ["B", "M"]), (I32, ["B"]), (I64, ["B", 4])],
         (5, 3, [3, 17, 16, 640, 4]),  # 256 elements of a row per program
     ),
+    # A program has 16 rows and 64 columns; a step has 64 inputs.
+    "LinearLogits": ([(BF16, ["N", 192]), (BF16, [999, 192])], (2, 16, [17, 999, 192, 192, 3])),
 }  # fmt: skip
 ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
 SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3, "P": 2}
@@ -253,6 +257,27 @@ def test_compaction_refuses_what_no_kernel_can_be_chosen_for() -> None:
         launched(plugin, [(I32, k_cache[1]), (I32, v_cache[1]), *metadata, (I64, path)])
     with pytest.raises(LookupError, match="KvCompact-bf16-l16 is not compiled for sm_90: run"):
         launched(plugin, [k_cache, v_cache, *metadata, (I64, ["B", 9])])
+
+
+def test_logits_refuse_what_no_kernel_can_be_chosen_for() -> None:
+    plugin = create("LinearLogits", {}, trt.QuickPluginCreationRequest.STRICT_AOT)
+    with pytest.raises(ValueError, match="a fixed number of inputs in x that is a multiple of 64"):
+        launched(plugin, [(BF16, ["N", 96]), (BF16, [999, 96])])
+    with pytest.raises(TypeError, match=r"x and weight of one dtype, HALF or BF16: DataType\.FLOAT"):
+        launched(plugin, [(F32, ["N", 64]), (F32, [999, 64])])
+    with pytest.raises(LookupError, match="LinearLogits-fp16 is not compiled for sm_90: run"):
+        launched(plugin, [(torch.float16, ["N", 64]), (torch.float16, [999, 64])])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_are_multiplied_as_on_the_backend_cuda(built: dict[str, Any], architecture: str) -> None:
+    """The kernel has one instruction that multiplies, and copies 16 bytes of a matrix at a time."""
+    code = ptx(built, f"{LINEAR}-{architecture}")
+    products = set(re.findall(r"\b(?:mma\.sync|wgmma|tcgen05)[\w.]*", code))
+    assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+|\d+)", code)
+    assert copies
+    assert {int(size, 0) for size in copies} == {16}
 
 
 class _Arguments(dict[int, Any]):

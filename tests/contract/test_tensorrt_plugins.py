@@ -68,6 +68,7 @@ DECLARED: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[int]]] = {
         [(I64, ["B", 4]), (I64, ["B"])],
         [-1, -1],
     ),
+    "LinearLogits": ({}, [(BF16, ["R", 192]), (BF16, [32000, 192])], [(F32, ["R", 32000])], [-1]),
     "KvCompact": (
         {},
         [(BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B", "M"]), (I32, ["B"]), (I64, ["B", 4])],
@@ -216,6 +217,15 @@ def test_samples_of_a_draft_s_vocabulary_equal_the_reference(arguments: dict[str
 @given(batches.accept())
 def test_acceptance_equals_the_reference(arguments: dict[str, Tensor]) -> None:
     check_jit("SpecAccept", arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16])
+def test_logits_are_the_op_s_as_accumulated(dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(5, 192, generator=g).to(dtype), torch.randn(70, 192, generator=g).to(dtype)
+    out = torch.full((5, 70), 77.0)
+    enqueue(create("LinearLogits", {}), [x, weight], [out])
+    assert torch.equal(out, trtspec.ops.packed_linear(x, weight, float_out=True))
 
 
 @settings(deadline=None, max_examples=40)

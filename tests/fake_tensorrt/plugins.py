@@ -26,7 +26,7 @@ _TAKES = {  # rank and dtype of inputs (None: any float dtype, the same for all)
     "greedy": (1, _BOOL), "seeds": (1, _I64), "vocab_ids": (1, _I64), "sampled": (2, _I64), "draft_tokens": (2, _I64),
     "draft_lens": (1, _I32), "forced_accept": (1, _I32), "emits": (1, _BOOL), "history": (2, _I32),
     "prompt_lens": (1, _I64), "penalties": (2, _F32), "bias_ids": (2, _I32), "bias_values": (2, _F32),
-    "allow_mask": (2, _I32),
+    "allow_mask": (2, _I32), "x": (2, None), "weight": (2, None),
 }  # fmt: skip
 
 
@@ -56,6 +56,8 @@ class FakePlugin:
             if -1 in (*first.shape[1:], *given[3].shape[2:]):
                 layer._refuse("numbers of heads and head sizes must be fixed")
             return [(one.dtype, one.shape) for one in (first, given[3], given[4])]
+        if self.name == "LinearLogits":
+            return [(_F32, (first.shape[0], given[1].shape[0]))]
         if self.name == "SpecAccept":
             return [(_I64, first.shape), (_I64, first.shape[:1])]
         return [(first.dtype, first.shape)] if self.name.startswith("ProcessLogits") else [(_I64, first.shape[:1])]
@@ -63,6 +65,8 @@ class FakePlugin:
     def compute(self, given: list[Tensor | None]) -> list[Tensor]:
         op = getattr(torch.ops.trtspec, PLUGINS[self.name].torch_op).default
         named: dict[str, Any] = dict(zip(self.inputs, given, strict=True)) | self.attributes
+        if self.name == "LinearLogits":
+            named |= {"bias": None, "x_scale": None, "out_features": named["weight"].shape[0], "float_out": True}
         for argument in op._schema.arguments:
             if argument.name not in named:
                 named[argument.name] = torch.empty(0, dtype=_ABSENT.get(argument.name, torch.int32))

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
+from trtspec.backends.onnx.export import _translation
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.tensorrt.network import write_network
 from trtspec.errors import UnsupportedError
@@ -19,6 +20,9 @@ from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, qua
 N, K, GROUP = 40, 64, 32
 DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 ALL_DTYPES = {**DTYPES, torch.float16: ir.DataType.FLOAT16}
+
+
+_translation("PackedLinear", torch.ops.trtspec.packed_linear.default._schema)  # registers the node, as an export does
 
 
 def constant(name: str, tensor: Tensor) -> ir.Value:
@@ -85,6 +89,20 @@ def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, 
     assert got.dtype == (torch.float32 if float_out else dtype)
     close = {"rtol": 1e-5, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.3}
     torch.testing.assert_close(got.float(), expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "panels"])
+def test_logits_are_not_rounded_to_the_model_s_dtype(kind: str, dtype: torch.dtype) -> None:
+    """Logits of an lm_head have the bits of sums in fp32; a Gemm would leave 8 or 11 of them."""
+    weight = layouts(kind, dtype)
+    network = linear(dtype, weight, None, True)
+    assert [layer._cls for layer in network._layers if layer._cls != "IConstantLayer"] == ["IPluginV3Layer"]
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = network._run({"x": x})["out"]
+    exact = x.float() @ unpack(*weight, *[torch.empty(0)] * 2, N, K).T
+    torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(got, got.to(dtype).float())
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_columns"])

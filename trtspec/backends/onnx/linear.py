@@ -1,6 +1,7 @@
 """PackedLinear and PackedEmbedding as standard ONNX, from every layout of ops.packing.
 
-- Plain weights become Gemm with the matrix [N, K] as it is.
+- Plain weights become Gemm with the matrix [N, K] as it is. For TensorRT, an lm_head in bf16 or fp16 stays a
+  PackedLinear of x and the matrix, whose results are fp32. Gemm would round them to x's dtype.
 - int8 and int4 for ONNX Runtime become MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs.
 - int8 and int4 for TensorRT become DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points and no int8
   in groups. So weights whose zeros are not in the middle are refused, and so is int8 in groups.
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from trtspec.errors import UnsupportedError
 from trtspec.ops.packing import FLOATS, unpack_groups, unpack_values
+
+LOGITS_DEPTH = 64
+"""The plugin LinearLogits serves matrices [N, K] whose K is a multiple of this."""
 
 _INT8_BLOCK = 32
 """Inputs of a block for MatMulNBits, which takes a scale per block even if a column has one scale for all inputs."""
@@ -55,7 +59,7 @@ class _Matrices:
 
     def linear(self, node: ir.Node) -> list[ir.Node]:
         """Return nodes for PackedLinear(x, weight, scales?, zeros?, bias?, x_scale?); the last returns its result."""
-        x, weight, scales, zeros, bias, x_scale = (*node.inputs, *[None] * 4)[:6]
+        x, weight, scales, zeros, _, x_scale = (*node.inputs, *[None] * 4)[:6]
         assert x is not None
         assert weight is not None
         N, K = node.attributes["out_features"].as_int(), _depth(x)
@@ -64,13 +68,18 @@ class _Matrices:
             matrix = weight
             if held.ndim != 2:
                 matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K].contiguous())
-            out = ir.node("Gemm", [x, matrix, bias] if bias is not None else [x, matrix], {"transB": 1})
-            return [out, *self._as_float(node, out, held.dtype)]
+            return self.plain(node, matrix, held.dtype)
         assert scales is not None
         scale, zero = _tensor(scales), torch.empty(0) if zeros is None else _tensor(zeros)
         if held.dtype == torch.float8_e4m3fn:
             return self.fp8(node, held, scale, None if x_scale is None else _tensor(x_scale))
         return self.quantised(node, held, scale, zero)
+
+    def plain(self, node: ir.Node, matrix: ir.Value, dtype: torch.dtype) -> list[ir.Node]:
+        """Return Gemm with a matrix [N, K] of floats."""
+        x, bias = node.inputs[0], (*node.inputs, *[None] * 3)[4]
+        out = ir.node("Gemm", [x, matrix, bias] if bias is not None else [x, matrix], {"transB": 1})
+        return [out, *self._as_float(node, out, dtype)]
 
     def fp8(self, node: ir.Node, held: Tensor, scale: Tensor, x_scale: Tensor | None) -> list[ir.Node]:
         """Return DequantizeLinear of [N, K], with one scale or, if scales differ, one per row, and Gemm in x's dtype.
@@ -170,6 +179,15 @@ class _Matrices:
 
 class _TensorRTMatrices(_Matrices):
     """The constants of a model's linears, in the form for TensorRT."""
+
+    def plain(self, node: ir.Node, matrix: ir.Value, dtype: torch.dtype) -> list[ir.Node]:
+        """Return Gemm or, where the plugin LinearLogits serves and results are fp32, PackedLinear(x, matrix)."""
+        x, bias = node.inputs[0], (*node.inputs, *[None] * 3)[4]
+        assert x is not None
+        wide = node.attributes["float_out"].as_int() and dtype != torch.float32
+        if not wide or bias is not None or _depth(x) % LOGITS_DEPTH:
+            return super().plain(node, matrix, dtype)
+        return [ir.node("PackedLinear", [x, matrix], domain="trtspec")]
 
     def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
         """Return DequantizeLinear of [N, K] in x's dtype and Gemm; one scale per row (int8) or row and group (int4).

@@ -106,6 +106,10 @@ def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
             assert k is not None
             heads, kv_heads, width = q.shape[1], k.shape[1], q.shape[2]
             found.add(f"SpecAttention-{_BITS[q.dtype]}-d{width}-g{heads // kv_heads}")
+        elif node.domain == DOMAIN and node.op_type == "PackedLinear":
+            x = node.inputs[0]
+            assert x is not None
+            found.add(f"{plugin_of(node.op_type, given_inputs(node))}-{_BITS[x.dtype]}")
         elif node.domain == DOMAIN and node.op_type in ("ProcessLogits", "SpecSample", "SpecAccept"):
             found.add(plugin_of(node.op_type, given_inputs(node)))
     return found
