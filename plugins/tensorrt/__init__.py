@@ -9,6 +9,8 @@
 | trtspec::SpecSampleVocab | logits, greedy, seeds, positions, vocab_ids | | tokens |
 | trtspec::SpecAccept | sampled, draft_tokens, draft_lens, forced_accept, emits | | tokens, num_tokens |
 | trtspec::LinearLogits | x [R, K], weight [N, K], in bf16 or fp16; K is a multiple of 64 | | logits [R, N] fp32 |
+| trtspec::QuantizeGroups | x [T, K] | group | values, x_scales, x_sums, as of the op quantize_groups |
+| trtspec::GroupsLinear | x, values, x_scales, x_sums, panels, scales, zeros, bias [N] | bits | [T, N] |
 | trtspec::KvCompact | k_cache, v_cache, block_tables, starts, path | | caches |
 
 SpecAttention's attributes are scale (float), window (int) and softcap (float). Shapes and dtypes are those of the ops

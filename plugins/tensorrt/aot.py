@@ -21,6 +21,8 @@ from trtspec_plugins.tensorrt import jit  # noqa: F401  (registers what is compl
 from trtspec_plugins.tensorrt.build import compiled_for, folder
 from trtspec_plugins.tensorrt.device import architecture
 from trtspec_plugins.triton.launch import (
+    GROUP_BLOCK,
+    GROUP_ROWS,
     LOGITS_COLUMNS,
     LOGITS_ROWS,
     LOGITS_STEP,
@@ -121,6 +123,32 @@ def _(x, weight, outputs, tactic) -> Launch:
     integers = [R, N, K, K, K.constant_value() // LOGITS_STEP]
     kernel = f"LinearLogits-{_SPELLED[x.dtype]}"
     return _launch(kernel, trtp.cdiv(R, LOGITS_ROWS), integers, trtp.cdiv(N, LOGITS_COLUMNS))
+
+
+@trtp.aot_impl("trtspec::QuantizeGroups")
+def _(x, group: int, outputs, tactic) -> Launch:
+    T, K = x.shape_expr[0], x.shape_expr[1]
+    if not K.is_constant:
+        raise ValueError("QuantizeGroups wants a fixed number of inputs in x")
+    groups = K.constant_value() // group
+    kernel = f"QuantizeGroups-{_spelled('QuantizeGroups', x)}-g{group}"
+    return _launch(kernel, T, [groups, K], -(-groups // (GROUP_BLOCK // group)))
+
+
+@trtp.aot_impl("trtspec::GroupsLinear")
+def _(x, values, x_scales, x_sums, panels, scales, zeros, bias, bits: int, outputs, tactic) -> Launch:
+    T, K, N, groups = x.shape_expr[0], x.shape_expr[1], bias.shape_expr[0], scales.shape_expr[1]
+    if not (K.is_constant and N.is_constant and groups.is_constant):
+        raise ValueError("GroupsLinear wants fixed numbers of inputs in x, of outputs in bias, and of groups in scales")
+    group = K.constant_value() // groups.constant_value()
+    kernel = f"GroupsLinear-{_spelled('GroupsLinear', x)}-w{bits}-g{group}"
+    return _launch(kernel, trtp.cdiv(T, GROUP_ROWS), [T, N, K], -(-N.constant_value() // 32))
+
+
+def _spelled(plugin: str, x) -> str:
+    if x.dtype not in _SPELLED:
+        raise TypeError(f"{plugin} wants x of FLOAT, HALF or BF16: {x.dtype}")
+    return _SPELLED[x.dtype]
 
 
 @trtp.aot_impl("trtspec::KvCompact")

@@ -20,7 +20,9 @@ from trtspec_plugins.triton.compile import ARCHITECTURES, BuildError, Kernel, co
 
 PTX_VERSION = 87  # CUDA 12.8: old enough for every driver that TensorRT 11 runs with, new enough for sm_120
 COMMON_ATTENTION = tuple(f"SpecAttention-bf16-d{head_dim}-g{group}" for head_dim in (64, 128) for group in (1, 2, 4, 8))
-COMMON_LOGITS = ("LinearLogits-bf16", "LinearLogits-fp16")
+COMMON_LINEARS = ("LinearLogits-bf16", "LinearLogits-fp16")
+COMMON_LINEARS += tuple(f"QuantizeGroups-bf16-g{group}" for group in (32, 128))
+COMMON_LINEARS += tuple(f"GroupsLinear-bf16-w4-g{group}" for group in (32, 128))
 COMMON_COMPACTION = tuple(f"KvCompact-bf16-l{length}" for length in (8, 16, 32, 64))
 _SOURCES = Path(__file__).parent
 MOST_SHARED = 48 * 1024  # bytes of shared memory: a launch with more must ask for it, which TensorRT is not known to do
@@ -97,7 +99,7 @@ def build(
     done, digest = manifest(), f"{sources_digest()}-triton-{triton.__version__}"
     folder().mkdir(parents=True, exist_ok=True)
     for architecture in (f"sm_{wanted}" for wanted in numbers):
-        for name in names or (*KERNELS, *COMMON_LOGITS, *COMMON_ATTENTION, *COMMON_COMPACTION):
+        for name in names or (*KERNELS, *COMMON_LINEARS, *COMMON_ATTENTION, *COMMON_COMPACTION):
             key = f"{name}-{architecture}"
             if key in done and done[key].digest == digest and (folder() / done[key].file).is_file():
                 report(f"{key} is up to date")

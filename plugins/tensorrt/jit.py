@@ -178,6 +178,36 @@ def _(x, weight, outputs, stream):
     _run("LinearLogits", (x, weight), rest, outputs, stream)
 
 
+@trtp.register("trtspec::QuantizeGroups")
+def _(x: Desc, group: int) -> tuple[Desc, Desc, Desc]:
+    """x [T, K] as int8 in groups: four to an int32 [T, K/4], scales [T, K/group] fp32, sums [T, K/group] int32."""
+    T, K = x.shape_expr[0], x.shape_expr[1]
+    groups = (T, K // group)
+    return (
+        trtp.from_shape_expr((T, K // 4), trt.int32),
+        trtp.from_shape_expr(groups, trt.float32),
+        trtp.from_shape_expr(groups, trt.int32),
+    )
+
+
+@trtp.impl("trtspec::QuantizeGroups")
+def _(x, group: int, outputs, stream):
+    _run("QuantizeGroups", (x,), {"group": group}, outputs, stream)
+
+
+@trtp.register("trtspec::GroupsLinear")
+def _(
+    x: Desc, values: Desc, x_scales: Desc, x_sums: Desc, panels: Desc, scales: Desc, zeros: Desc, bias: Desc, bits: int
+) -> Desc:  # fmt: skip
+    """The product of QuantizeGroups' results with weights in groups, + bias [N]: [T, N] in x's dtype."""
+    return trtp.from_shape_expr((x.shape_expr[0], bias.shape_expr[0]), x.dtype)
+
+
+@trtp.impl("trtspec::GroupsLinear")
+def _(x, values, x_scales, x_sums, panels, scales, zeros, bias, bits: int, outputs, stream):
+    _run("GroupsLinear", (x, values, x_scales, x_sums, panels, scales, zeros, bias), {"bits": bits}, outputs, stream)
+
+
 @trtp.register("trtspec::KvCompact")
 def _(k_cache: Desc, v_cache: Desc, block_tables: Desc, starts: Desc, path: Desc) -> tuple[Desc, Desc]:
     """Caches, which are the old ones, changed."""

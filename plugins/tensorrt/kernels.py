@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 
-from trtspec_plugins.triton import accept, attention, compact, constraints, linear, logits, sample
+from trtspec_plugins.triton import accept, attention, compact, constraints, linear, linear_quantized, logits, sample
 from trtspec_plugins.triton.compile import Kernel
 from trtspec_plugins.triton.launch import (
     AOT_TILE_BYTES,
+    GROUP_BLOCK,
+    GROUP_ROWS,
     LOGITS_COLUMNS,
     LOGITS_ROWS,
     LOGITS_STEP,
@@ -91,6 +93,8 @@ KERNELS: dict[str, Kernel] = {
 
 _ATTENTION = re.compile(r"SpecAttention-(bf16|fp16|fp32)-d(\d+)-g(\d+)")
 _COMPACT = re.compile(r"KvCompact-(bf16|fp16|fp32)-l(\d+)")
+_QUANTIZE = re.compile(r"QuantizeGroups-(bf16|fp16|fp32)-g(32|64|128)")
+_IN_GROUPS = re.compile(r"GroupsLinear-(bf16|fp16|fp32)-w([48])-g(32|64|128)")
 _LINEAR = re.compile(r"LinearLogits-(bf16|fp16)")
 _LINEAR_ABSENT = ("scales", "x_scales", "bias", "partials", "counters")
 _LINEAR_INTEGERS = ("T", "N", "K", "x_stride", "piece_steps")
@@ -110,6 +114,7 @@ def kernel(name: str) -> Kernel:
     Kernels that are compiled for certain shapes have these in their names. SpecAttention-bf16-d128-g4 has the dtype
     (bf16, fp16, fp32), the head size and the number of query heads per KV head. KvCompact-bf16-l8 has the dtype and the
     length of the path, rounded up to a power of two and at least 8. LinearLogits-bf16 has the dtype.
+    QuantizeGroups-bf16-g128 has the inputs of a group, too, and GroupsLinear-bf16-w4-g128 the bits of a weight.
     """
     if name in KERNELS:
         return KERNELS[name]
@@ -119,8 +124,12 @@ def kernel(name: str) -> Kernel:
         return _compact(shape[1], int(shape[2]))
     if shape := _LINEAR.fullmatch(name):
         return _logits(shape[1])
-    likes = "SpecAttention-bf16-d128-g4, KvCompact-bf16-l8 and LinearLogits-bf16 with their likes"
-    raise LookupError(f"{name}: there are {', '.join(KERNELS)}, {likes}")
+    if shape := _QUANTIZE.fullmatch(name):
+        return _quantize(shape[1], int(shape[2]))
+    if shape := _IN_GROUPS.fullmatch(name):
+        return _in_groups(shape[1], int(shape[2]), int(shape[3]))
+    likes = "SpecAttention-bf16-d128-g4, KvCompact-bf16-l8, LinearLogits-bf16, QuantizeGroups-bf16-g128"
+    raise LookupError(f"{name}: there are {', '.join(KERNELS)}, {likes} and GroupsLinear-bf16-w4-g128 with their likes")
 
 
 def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
@@ -148,6 +157,38 @@ def _logits(dtype: str) -> Kernel:
     aligned = ("x", "weight", "K", "x_stride", "out")
     kernel = linear.few_rows_kernel
     return Kernel(kernel, signature, constants, warps, {**options, "enable_fp_fusion": False}, aligned)
+
+
+def _quantize(dtype: str, group: int) -> Kernel:
+    outputs = {"values": "*i8", "x_scales": "*fp32", "x_sums": "*i32"}
+    signature = {"x": f"*{dtype}", "groups": "i32", "x_stride": "i32", **outputs}
+    constants = {"GROUP": group, "BLOCK": GROUP_BLOCK}
+    return Kernel(linear_quantized.quantize_groups_kernel, signature, constants, aligned=("x", "x_stride", *outputs))
+
+
+def _in_groups(dtype: str, bits: int, group: int) -> Kernel:
+    signature = {
+        "x": f"*{dtype}",
+        "values": "*i8",
+        "x_scales": "*fp32",
+        "x_sums": "*i32",
+        "panels": "*u8" if bits == 4 else "*i8",
+        "scales": "*fp16",
+        "zeros": "*u8",
+        "bias": f"*{dtype}",
+        **dict.fromkeys(("T", "N", "K"), "i32"),
+        "out": f"*{dtype}",
+    }
+    constants = {
+        "PER_WORD": 32 // bits,
+        "ZEROS": bits == 4,
+        "BLOCK_M": GROUP_ROWS,
+        "GROUP": group,
+        "CHUNK": linear_quantized.GROUP_CHUNK // group,
+    }
+    options = {"enable_fp_fusion": False, "num_stages": linear_quantized.GROUP_STAGES}
+    aligned = tuple(name for name in signature if name not in ("T", "N"))
+    return Kernel(linear_quantized.groups_plugin_kernel, signature, constants, options=options, aligned=aligned)
 
 
 def _compact(dtype: str, length: int) -> Kernel:

@@ -34,6 +34,13 @@ PLUGINS: dict[str, Signature] = {
     "SpecSampleVocab": Signature("SpecSample", "spec_sample", (*_SAMPLE, "vocab_ids")),
     "SpecAccept": Signature("SpecAccept", "spec_accept", _ACCEPT),
     "LinearLogits": Signature("PackedLinear", "packed_linear", ("x", "weight")),
+    "QuantizeGroups": Signature("QuantizeGroups", "quantize_groups", ("x",), ("group",)),
+    "GroupsLinear": Signature(
+        "GroupsLinear",
+        "groups_linear",
+        ("x", "values", "x_scales", "x_sums", "panels", "scales", "zeros", "bias"),
+        ("bits",),
+    ),
     "KvCompact": Signature("KvCompact", "kv_compact", ("k_cache", "v_cache", "block_tables", "starts", "path")),
 }
 """Plugin name -> signature, in the namespace `trtspec`."""

@@ -13,6 +13,7 @@ SPLIT_BELOW = 512  # programs; fewer leave many of a GPU's 108 to 188 SMs idle, 
 MOST_SCRATCH = 256 << 20  # bytes
 CHUNK = 256  # keys of each of the first chunks; a multiple of every tile
 LEAST_PATH_ROWS = 8  # so that few kernels serve all short paths
+GROUP_ROWS, GROUP_BLOCK = 16, 1024  # rows of a program of weights in groups; inputs of a program that rounds them
 LOGITS_ROWS, LOGITS_COLUMNS, LOGITS_STEP = 16, 64, 64  # of a program of TensorRT's logits; the last: inputs of a step
 PATH_TILE = 2048  # elements of each cache that a program of compaction holds at a time: 16 for each thread
 

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from trtspec_plugins.triton.launch import GROUP_BLOCK, GROUP_ROWS
 
 TINY = tl.constexpr(1e-30)  # as in trtspec/ops/linear.py
 LARGEST = tl.constexpr(3.4028234663852886e38)
 TO_INTEGER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it leaves no bit below the units; ties go to even
 E4M3_UNIT = tl.constexpr(256.0)  # factor by which results of e4m3_to_fp16 are still to be multiplied
 BLOCK = 1024  # inputs of a row that are loaded at a time
-GROUP_ROWS = 16
 GROUP_STAGES = 3
 GROUP_CHUNK = 256  # inputs whose scales are read at a time
 
@@ -201,6 +201,18 @@ def groups_kernel(
     tl.store(out + place, result.to(out.dtype.element_ty), mask=(row < T)[:, None] & (n < N)[None, :])
 
 
+@triton.jit
+def groups_plugin_kernel(
+    x, values, x_scales, x_sums, panels, scales, zeros, bias, T, N, K, out,
+    PER_WORD: tl.constexpr, ZEROS: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """`groups_kernel` with the arguments of TensorRT's plugin, which has x for its dtype alone."""
+    groups_kernel(
+        values, panels, scales, zeros, x_scales, x_sums, bias, T, N, K, out,
+        PER_WORD, ZEROS, True, BLOCK_M, GROUP, CHUNK,
+    )  # fmt: skip
+
+
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, K] -> (integers [T, K] int8, whose rows start at multiples of 16 bytes, scales [T] fp32)."""
     T, K = x.shape
@@ -229,9 +241,9 @@ def groups_linear(x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor, bias
     values = x.new_empty(T, K, dtype=torch.int8)
     x_scales = x.new_empty(T, groups, dtype=torch.float32)
     x_sums = x.new_empty(T, groups, dtype=torch.int32)
-    quantize_groups_kernel[(T, triton.cdiv(groups, BLOCK // group))](
+    quantize_groups_kernel[(T, triton.cdiv(groups, GROUP_BLOCK // group))](
         x, groups, x.stride(0), values, x_scales, x_sums,
-        GROUP=group, BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
+        GROUP=group, BLOCK=GROUP_BLOCK, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     groups_kernel[(triton.cdiv(T, GROUP_ROWS), panels)](
         values, weight, scales, zeros, x_scales, x_sums, x if bias is None else bias, T, out.shape[1], K, out,

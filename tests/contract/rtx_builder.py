@@ -101,8 +101,9 @@ def _plugin_nodes(model: ir.Model, native: bool) -> Iterator[ir.Node]:
 
 def _dtype(value: ir.Value) -> Any:
     assert value.dtype is not None
-    floats = {"FLOAT": rtx.float32, "FLOAT16": rtx.float16, "BFLOAT16": rtx.bfloat16}
-    return rtx.int64 if value.dtype.name == "INT64" else floats[value.dtype.name]
+    kinds = {"FLOAT": rtx.float32, "FLOAT16": rtx.float16, "BFLOAT16": rtx.bfloat16}
+    kinds |= {"INT64": rtx.int64, "INT32": rtx.int32}
+    return kinds[value.dtype.name]
 
 
 class CutTensorRT:

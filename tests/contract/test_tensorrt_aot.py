@@ -43,11 +43,12 @@ F32, I32, I64, BOOL = torch.float32, torch.int32, torch.int64, torch.bool
 BF16 = torch.bfloat16
 ATTENTION = "SpecAttention-bf16-d64-g4"
 COMPACTION = "KvCompact-bf16-l8"
-LINEAR = "LinearLogits-bf16"
+LINEAR, ROUNDED, IN_GROUPS = "LinearLogits-bf16", "QuantizeGroups-bf16-g128", "GroupsLinear-bf16-w4-g128"
 CONSTRAINED = "ProcessLogitsConstrained"
-NAMES = (*KERNELS, ATTENTION, COMPACTION, LINEAR)
+NAMES = (*KERNELS, ATTENTION, COMPACTION, LINEAR, ROUNDED, IN_GROUPS)
 FULL_NAMES = {name: name for name in KERNELS}
 FULL_NAMES |= {"SpecAttention": ATTENTION, "KvCompact": COMPACTION, "LinearLogits": LINEAR}
+FULL_NAMES |= {"QuantizeGroups": ROUNDED, "GroupsLinear": IN_GROUPS}
 # Plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES.
 LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecAttention": (
@@ -85,8 +86,17 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     ),
     # A program has 16 rows and 64 columns; a step has 64 inputs.
     "LinearLogits": ([(BF16, ["N", 192]), (BF16, [999, 192])], (2, 16, [17, 999, 192, 192, 3])),
+    "QuantizeGroups": ([(BF16, ["N", 1152])], (17, 2, [9, 1152])),  # 8 of 9 groups in a program
+    "GroupsLinear": (
+        [
+            (BF16, ["N", 256]), (I32, ["N", 64]), (F32, ["N", 2]), (I32, ["N", 2]),
+            (I32, [3, 32, 32]), (torch.float16, [3, 2, 32]), (I32, [3, 2, 8]), (BF16, [70]),
+        ],
+        (2, 3, [17, 70, 256]),  # 16 rows and 32 columns of a program
+    ),
 }  # fmt: skip
-ATTRIBUTES = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
+ATTRIBUTES: dict[str, Any] = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
+ATTRIBUTES |= {"QuantizeGroups": {"group": 128}, "GroupsLinear": {"bits": 4}}
 SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3, "P": 2}
 
 
@@ -119,7 +129,7 @@ def test_kernels_take_inputs_then_integers_then_outputs(built: dict[str, Any], k
     pointers = [".u64" in line for line in declared[1].split(",")]
     assert len(pointers) == built[key].parameters
     inputs, integers = len(PLUGINS[name].inputs), len(LAUNCHES[name][1][2])
-    outputs = {"SpecAttention": 3, "SpecAccept": 2, "KvCompact": 2}.get(name, 1)
+    outputs = {"SpecAttention": 3, "SpecAccept": 2, "KvCompact": 2, "QuantizeGroups": 3}.get(name, 1)
     assert pointers == [True] * inputs + [False] * integers + [True] * outputs
     assert tuple(kernel(key.rsplit("-", 1)[0]).signature)[:inputs] == PLUGINS[name].inputs
 
@@ -257,27 +267,6 @@ def test_compaction_refuses_what_no_kernel_can_be_chosen_for() -> None:
         launched(plugin, [(I32, k_cache[1]), (I32, v_cache[1]), *metadata, (I64, path)])
     with pytest.raises(LookupError, match="KvCompact-bf16-l16 is not compiled for sm_90: run"):
         launched(plugin, [k_cache, v_cache, *metadata, (I64, ["B", 9])])
-
-
-def test_logits_refuse_what_no_kernel_can_be_chosen_for() -> None:
-    plugin = create("LinearLogits", {}, trt.QuickPluginCreationRequest.STRICT_AOT)
-    with pytest.raises(ValueError, match="a fixed number of inputs in x that is a multiple of 64"):
-        launched(plugin, [(BF16, ["N", 96]), (BF16, [999, 96])])
-    with pytest.raises(TypeError, match=r"x and weight of one dtype, HALF or BF16: DataType\.FLOAT"):
-        launched(plugin, [(F32, ["N", 64]), (F32, [999, 64])])
-    with pytest.raises(LookupError, match="LinearLogits-fp16 is not compiled for sm_90: run"):
-        launched(plugin, [(torch.float16, ["N", 64]), (torch.float16, [999, 64])])
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_are_multiplied_as_on_the_backend_cuda(built: dict[str, Any], architecture: str) -> None:
-    """The kernel has one instruction that multiplies, and copies 16 bytes of a matrix at a time."""
-    code = ptx(built, f"{LINEAR}-{architecture}")
-    products = set(re.findall(r"\b(?:mma\.sync|wgmma|tcgen05)[\w.]*", code))
-    assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^\]]*\], \[[^\]]*\], (0x\w+|\d+)", code)
-    assert copies
-    assert {int(size, 0) for size in copies} == {16}
 
 
 class _Arguments(dict[int, Any]):

@@ -18,6 +18,8 @@ from trtspec.errors import DependencyError  # noqa: E402
 
 ATTRIBUTES: Mapping[str, Mapping[str, int | float]] = {
     "SpecAttention": {"window": 7, "scale": 0.25, "softcap": 30.0},  # not in the plugin's order
+    "QuantizeGroups": {"group": 128},
+    "GroupsLinear": {"bits": 4},
 }
 
 

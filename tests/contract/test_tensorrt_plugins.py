@@ -21,6 +21,7 @@ from tests.contract.fake_builder import TRT_DTYPES, create, enqueue, output_shap
 from tests.fake_tensorrt.api import DataType  # noqa: E402
 from tests.fake_tensorrt.layer import FakeTensor  # noqa: E402
 from tests.fake_tensorrt.plugins import FakePlugin  # noqa: E402
+from trtspec.ops.packing import pack_int8, quantize_int4  # noqa: E402
 
 register()
 F32, BF16, I32, I64, BOOL = torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool
@@ -69,6 +70,21 @@ DECLARED: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[int]]] = {
         [-1, -1],
     ),
     "LinearLogits": ({}, [(BF16, ["R", 192]), (BF16, [32000, 192])], [(F32, ["R", 32000])], [-1]),
+    "QuantizeGroups": (
+        {"group": 128},
+        [(BF16, ["R", 256])],
+        [(I32, ["R", 64]), (F32, ["R", 2]), (I32, ["R", 2])],
+        [-1, -1, -1],
+    ),
+    "GroupsLinear": (
+        {"bits": 4},
+        [
+            (BF16, ["R", 256]), (I32, ["R", 64]), (F32, ["R", 2]), (I32, ["R", 2]),
+            (I32, [3, 32, 32]), (torch.float16, [3, 2, 32]), (I32, [3, 2, 8]), (BF16, [70]),
+        ],
+        [(BF16, ["R", 70])],
+        [-1],
+    ),
     "KvCompact": (
         {},
         [(BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B", "M"]), (I32, ["B"]), (I64, ["B", 4])],
@@ -226,6 +242,27 @@ def test_logits_are_the_op_s_as_accumulated(dtype: torch.dtype) -> None:
     out = torch.full((5, 70), 77.0)
     enqueue(create("LinearLogits", {}), [x, weight], [out])
     assert torch.equal(out, trtspec.ops.packed_linear(x, weight, float_out=True))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [F32, torch.float16, BF16])
+def test_products_in_groups_are_the_op_s(dtype: torch.dtype, bits: int) -> None:
+    g = torch.Generator().manual_seed(bits)
+    x, bias = torch.randn(5, 128, generator=g).to(dtype), torch.randn(70, generator=g).to(dtype)
+    weight, zeros = torch.randn(70, 128, generator=g), torch.empty(0, dtype=torch.uint8)
+    if bits == 4:
+        held, packed, zeros = quantize_int4(weight, 32)
+    else:
+        octets = weight.clamp(-4, 4).mul(31).round().to(torch.int8)
+        held, packed = pack_int8(octets, torch.rand(70, 4, generator=g))
+    wanted = trtspec.ops.packed_linear(x, held, bias, scales=packed, zeros=zeros, out_features=70)
+    rounded = [torch.full((5, 32), 7, dtype=I32), torch.full((5, 4), 7.0), torch.full((5, 4), 7, dtype=I32)]
+    enqueue(create("QuantizeGroups", {"group": 32}), [x], rounded)
+    out = torch.full((5, 70), 77.0).to(dtype)
+    points = zeros if bits == 4 else torch.zeros(1, 1, 32, dtype=torch.uint8)
+    constants = [held.flatten(2).view(I32), packed, points.view(I32), bias]
+    enqueue(create("GroupsLinear", {"bits": bits}), [x, *rounded, *constants], [out])
+    assert torch.equal(out, wanted)
 
 
 @settings(deadline=None, max_examples=40)

@@ -41,7 +41,6 @@ TORCH = {
     DataType.INT64: torch.int64,
     DataType.INT32: torch.int32,
     DataType.INT8: torch.int8,
-    DataType.INT4: torch.int8,  # unpacked
     DataType.FP8: torch.float8_e4m3fn,
     DataType.BOOL: torch.bool,
 }
@@ -102,14 +101,9 @@ class Weights(Stand):
 
     def _read(self, shape: tuple[int, ...]) -> Tensor:
         """A copy of what the memory holds now."""
-        packed = self._type == DataType.INT4
         element = TORCH[self._type]
-        size = (self._count + 1) // 2 if packed else self._count * element.itemsize
+        size = self._count * element.itemsize
         if size == 0:
             return torch.empty(shape, dtype=element)
         raw = torch.frombuffer(bytearray(ctypes.string_at(self._address, size)), dtype=torch.uint8)
-        if packed:
-            low, high = (raw & 15).to(torch.int8), (raw >> 4).to(torch.int8)
-            values = torch.stack([low, high], 1).flatten()[: self._count]
-            return torch.where(values > 7, values - 16, values).view(shape)
         return raw.view(element).view(shape)

@@ -213,21 +213,15 @@ class Dequantize(FakeLayer):
 
     def _describe(self, x: FakeTensor, scale: FakeTensor) -> list[Described]:
         positive_scale(self, scale)
-        if x.dtype not in (DataType.INT8, DataType.INT4, DataType.FP8):
+        if x.dtype not in (DataType.INT8, DataType.FP8):
             self._refuse(x.dtype.name)
-        block = self._settings.get("block_shape")
-        if block is not None and scale.shape != tuple(n // b for n, b in zip(x.shape, block, strict=True)):
-            self._refuse(f"blocks {block} of {x.shape} with scales {scale.shape}")
         return [(self._settings["output_type"], x.shape)]
 
     def _compute(self, given: list[Tensor | None]) -> list[Tensor]:
         x, scale = given
         assert x is not None
         assert scale is not None
-        if "block_shape" in self._settings:
-            for axis, block in enumerate(self._settings["block_shape"]):
-                scale = scale.repeat_interleave(block, axis)
-        elif scale.ndim:
+        if scale.ndim:
             axis = self._settings.get("axis")
             if axis is None or scale.shape != (x.shape[axis],):
                 self._refuse(f"{tuple(scale.shape)} scales along axis {axis} of {tuple(x.shape)}")

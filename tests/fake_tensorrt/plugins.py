@@ -26,7 +26,9 @@ _TAKES = {  # rank and dtype of inputs (None: any float dtype, the same for all)
     "greedy": (1, _BOOL), "seeds": (1, _I64), "vocab_ids": (1, _I64), "sampled": (2, _I64), "draft_tokens": (2, _I64),
     "draft_lens": (1, _I32), "forced_accept": (1, _I32), "emits": (1, _BOOL), "history": (2, _I32),
     "prompt_lens": (1, _I64), "penalties": (2, _F32), "bias_ids": (2, _I32), "bias_values": (2, _F32),
-    "allow_mask": (2, _I32), "x": (2, None), "weight": (2, None),
+    "allow_mask": (2, _I32), "x": (2, None), "weight": (2, None), "values": (2, _I32),
+    "x_scales": (2, _F32), "x_sums": (2, _I32), "panels": (3, _I32), "scales": (3, DataType.HALF), "zeros": (3, _I32),
+    "bias": (1, None),
 }  # fmt: skip
 
 
@@ -56,6 +58,11 @@ class FakePlugin:
             if -1 in (*first.shape[1:], *given[3].shape[2:]):
                 layer._refuse("numbers of heads and head sizes must be fixed")
             return [(one.dtype, one.shape) for one in (first, given[3], given[4])]
+        if self.name == "QuantizeGroups":
+            (rows, depth), group = first.shape, self.attributes["group"]
+            return [(_I32, (rows, depth // 4)), (_F32, (rows, depth // group)), (_I32, (rows, depth // group))]
+        if self.name == "GroupsLinear":
+            return [(first.dtype, (first.shape[0], given[-1].shape[0]))]
         if self.name == "LinearLogits":
             return [(_F32, (first.shape[0], given[1].shape[0]))]
         if self.name == "SpecAccept":

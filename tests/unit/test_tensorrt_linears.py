@@ -10,19 +10,21 @@ from torch import Tensor
 from tests.fake_tensorrt.builder import FakeTensorRT
 from tests.fake_tensorrt.network import FakeNetwork
 from tests.fake_tensorrt.plugins import fake_plugin_of
-from trtspec.backends.onnx.export import _translation
+from trtspec.backends.onnx.export import OPS, _translation, node_type
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.tensorrt.network import write_network
 from trtspec.errors import UnsupportedError
+from trtspec.ops import packed_linear
 from trtspec.ops.linear import round_e4m3
-from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
+from trtspec.ops.packing import pack_fp8, pack_int8, pack_panels, quantize_int4, quantize_int8, unpack
 
 N, K, GROUP = 40, 64, 32
 DTYPES = {torch.float32: ir.DataType.FLOAT, torch.bfloat16: ir.DataType.BFLOAT16}
 ALL_DTYPES = {**DTYPES, torch.float16: ir.DataType.FLOAT16}
 
 
-_translation("PackedLinear", torch.ops.trtspec.packed_linear.default._schema)  # registers the node, as an export does
+for op in OPS:  # registers the nodes, as an export does
+    _translation(node_type(op), getattr(torch.ops.trtspec, op).default._schema)
 
 
 def constant(name: str, tensor: Tensor) -> ir.Value:
@@ -66,14 +68,11 @@ def layouts(kind: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
         return pack_fp8(matrix.to(torch.float8_e4m3fn), scales)
     if kind == "symmetric":
         return quantize_int4(matrix, GROUP, symmetric=True)
-    if kind == "int4":
-        values = torch.randint(0, 16, (N, K), generator=g, dtype=torch.uint8)
-        return pack_int4(values, torch.rand(N, K // GROUP, generator=g) + 0.1, None)
     return (matrix.to(dtype),) if kind == "plain" else (pack_panels(matrix.to(dtype)),)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "int4", "symmetric", "fp8", "fp8_columns"])
+@pytest.mark.parametrize("kind", ["plain", "panels", "int8", "fp8", "fp8_columns"])
 @pytest.mark.parametrize(("biased", "float_out"), [(False, False), (True, False), (False, True)])
 def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, biased: bool, float_out: bool) -> None:
     weight = layouts(kind, dtype)
@@ -82,8 +81,6 @@ def test_a_linear_is_the_product_with_its_matrix(kind: str, dtype: torch.dtype, 
     x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).to(dtype)
     none = torch.empty(0)
     parts = (*weight, none, none)[:3]
-    if parts[2].numel() == 0 and kind in ("int4", "symmetric"):
-        parts = (parts[0], parts[1], torch.empty(0, dtype=torch.uint8))
     expected = x.float() @ unpack(*parts, N, K).T + (0 if bias is None else bias.float())
     got = network._run({"x": x})["out"]
     assert got.dtype == (torch.float32 if float_out else dtype)
@@ -132,18 +129,27 @@ def test_fp8_scales_that_fp16_lacks_are_refused() -> None:
         linear(torch.float16, weight, None, False)
 
 
-def test_zero_points_are_refused() -> None:
-    weight = quantize_int4(torch.randn(N, K, generator=torch.Generator().manual_seed(0)).abs(), GROUP)
-    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 4-bit weights without zero points only; use"):
-        linear(torch.float32, weight, None, False)
+@pytest.mark.parametrize("dtype", ALL_DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int8 groups", "symmetric", "zero points"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products_in_groups_have_the_op_s_bits(kind: str, dtype: torch.dtype, biased: bool) -> None:
+    """Two plugins, which round x as the op does."""
+    g = torch.Generator().manual_seed(0)
+    if kind == "int8 groups":
+        values = torch.randint(-128, 128, (N, K), generator=g, dtype=torch.int8)
+        weight = (*pack_int8(values, torch.rand(N, K // GROUP, generator=g)), torch.empty(0, dtype=torch.uint8))
+    else:
+        weight = quantize_int4(torch.randn(N, K, generator=g).abs(), GROUP, symmetric=kind == "symmetric")
+    bias = torch.randn(N, generator=g).to(dtype) if biased else None
+    network = linear(dtype, weight, bias, False)
+    layers = [layer._cls for layer in network._layers if layer._cls != "IConstantLayer"]
+    assert layers == ["IPluginV3Layer"] * 2
+    x = torch.randn(5, K, generator=g).to(dtype)
+    wanted = packed_linear(x, weight[0], bias, scales=weight[1], zeros=weight[2], out_features=N)
+    assert torch.equal(network._run({"x": x})["out"], wanted)
 
 
-def test_8_bit_weights_in_groups_are_refused() -> None:
-    weight = pack_int8(torch.ones(N, K, dtype=torch.int8), torch.ones(N, K // GROUP))
-    with pytest.raises(UnsupportedError, match=r"weight: TensorRT takes 8-bit .* per output channel only; use the"):
-        linear(torch.float32, weight, None, False)
-
-
-def test_weights_are_named_for_a_refit() -> None:
-    network = linear(torch.float32, layouts("int8", torch.float32), None, False)
-    assert {"step.weight.matrix", "step.weight.scales"} <= set(network._weights)
+@pytest.mark.parametrize("kind", ["int8", "symmetric"])
+def test_weights_are_named_for_a_refit(kind: str) -> None:
+    network = linear(torch.float32, layouts(kind, torch.float32), None, False)
+    assert {f"step.weight.{'matrix' if kind == 'int8' else 'panels'}", "step.weight.scales"} <= set(network._weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -12,7 +12,6 @@ import torch
 
 from trtspec.backends.compiled import CompiledExecutable
 from trtspec.backends.tensorrt.profiles import MAX_BIASES
-from trtspec.config.checkpoint.weight_schemes import WeightScheme
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -36,8 +35,6 @@ class Backend:
     # Graphs are TensorRT's: one ragged graph per K, with optimisation profiles, one of which is for uniform batches.
     # The cache's size is fixed.
     profiles: bool = False
-    symmetric: bool = False  # 4-bit weights without zero points
-    int8_groups: bool = True  # 8-bit weights may have one scale per group of inputs
     only_float32: bool = False
     causal: bool = False  # attention does not support tree masks
     only_attention_writes: bool = False  # only attention changes caches in place
@@ -55,15 +52,6 @@ class Backend:
             raise UnsupportedError(
                 f"dtype = {str(dtype).removeprefix('torch.')!r}: ONNX Runtime computes in float32 on a CPU; ask for "
                 "dtype float32, with quantization int8 or int4 if memory is short"
-            )
-
-    def check_quantization(self, schemes: Iterable[WeightScheme]) -> None:
-        """Raise UnsupportedError if the backend's graphs cannot hold weights in the checkpoint's format."""
-        if not self.int8_groups and any(scheme.int8_groups for scheme in schemes):
-            raise UnsupportedError(
-                f"backend {self.name} takes 8-bit weights with one scale per output channel only, and the checkpoint's "
-                "have one for each group of inputs; use the unquantised checkpoint (of a GGUF file: what `trtspec "
-                "convert` writes) with quantization='int8'"
             )
 
     def lists(self, mode: SpeculativeDecodingMode) -> bool:
@@ -175,8 +163,6 @@ BACKENDS = {
             extra="tensorrt",
             profiles=True,
             causal=True,
-            symmetric=True,
-            int8_groups=False,
             only_attention_writes=True,
             constraints=True,
             most_biases=MAX_BIASES,

@@ -135,12 +135,10 @@ def refuse_taken(output: Path, replace_existing: bool) -> None:
 def described_steps(context: BuildContext, report: Callable[[str], None]) -> dict[Role, Step]:
     """Steps of all models by role, to be compiled or described.
 
-    UnsupportedError for a dtype that the backend does not compute in, or for quantised weights that it does not hold.
+    UnsupportedError for a dtype that the backend does not compute in.
     """
     for role in context.roles:
         context.backend.check_dtype(context.of(role).dtype)
-    for quantization in checkpoint_quantizations(context).values():
-        context.backend.check_quantization(quantization.schemes)
     made: dict[Role, Step] = {}
     for role in context.roles:
         one = context.of(role)

@@ -96,7 +96,7 @@ def _packed(
     if context.packs or context.quantizations != (None, None):
         try:
             head = context.config.lm_head_quantization
-            pack_decoder(step, target_kind, draft, draft_kind, backend.symmetric, not backend.torch_gpu, excluded, head)
+            pack_decoder(step, target_kind, draft, draft_kind, not backend.torch_gpu, excluded, head)
         except ValueError as error:
             kinds = f"quantization = {target_kind!r}, of the draft {draft_kind!r}, lm_head_quantization = {head!r}"
             raise UnsupportedError(f"{kinds}: {error}") from error

@@ -82,12 +82,11 @@ class Linear(nn.Module):
     def is_packed(self) -> bool:
         return self.weight.ndim != 2
 
-    def pack(self, quantization: str | None = None, symmetric: bool = False) -> None:
+    def pack(self, quantization: str | None = None) -> None:
         """Replace the weight by panels (layouts of ops.packing), in its own dtype or quantised.
 
         Do this last: `.to(dtype)` would convert scales, and a packed linear cannot be trained again.
         quantization: None, "int8", "int4" (groups of 32), "int4_g64" or "int4_g128".
-        symmetric: the groups of 4-bit weights have no zero points.
         """
         if self.is_packed:
             raise ValueError("this linear is packed already")
@@ -99,7 +98,7 @@ class Linear(nn.Module):
         elif quantization == "int8":
             panels, self.scales = packing.quantize_int8(weight)
         else:
-            panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization], symmetric)
+            panels, self.scales, self.zeros = packing.quantize_int4(weight, QUANTIZATIONS[quantization])
         self.weight = nn.Parameter(panels, requires_grad=False)
 
     def hold(

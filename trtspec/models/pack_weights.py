@@ -14,7 +14,6 @@ def pack_decoder(
     quantization: str | None = None,
     draft: nn.Module | None = None,
     draft_quantization: str | None = None,
-    symmetric: bool = False,
     floats: bool = True,
     excluded: nn.Module | None = None,
     lm_head: str | None = None,
@@ -28,7 +27,6 @@ def pack_decoder(
     draft: a module within `model`.
     draft_quantization: applies to all linears that only `draft` uses. Its own lm_head is one of them, unless it is tied
     to an embedding: errors in its logits cost only acceptance, and every pass reads it.
-    symmetric: 4-bit groups have no zero points.
     floats: False leaves linears that are not quantised as they are.
     excluded: another model. Its linears stay as they are, also where `model` shares them.
 
@@ -59,7 +57,7 @@ def pack_decoder(
         kept = linear.float_out and (not is_draft or id(linear) in tied_heads)
         kind = lm_head if kept and not is_draft else None if kept else draft_quantization if is_draft else quantization
         if floats or kind is not None:
-            linear.pack(kind, symmetric)
+            linear.pack(kind)
     embeddings = {id(head): PackedEmbedding(head, dtype) for _, _, head, dtype in tied if head.is_packed}
     for parent, name, head, _ in tied:
         if head.is_packed:

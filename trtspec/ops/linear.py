@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.ops.dispatch import define
-from trtspec.ops.packing import unpack_groups, unpack_values
+from trtspec.ops.packing import PANEL, unpack_groups, unpack_values
 from trtspec.ops.products import product
 
 TINY = 1e-30
@@ -167,3 +167,74 @@ def packed_linear(
     scales = x.new_empty(0) if scales is None else scales
     zeros = x.new_empty(0) if zeros is None else zeros
     return cast(Tensor, _op(x, weight, scales, zeros, bias, x_scale, out_features, float_out))
+
+
+def _quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    values, scales = _quantize(x.reshape(x.shape[0], -1, group))
+    octets = values.to(torch.int8).flatten(1)
+    return octets.view(torch.int32), scales, values.sum(2).to(torch.int32)
+
+
+def _quantize_groups_fake(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    (T, K), integers = x.shape, torch.int32
+    groups = K // group
+    scales = x.new_empty(T, groups, dtype=torch.float32)
+    return x.new_empty(T, K // 4, dtype=integers), scales, x.new_empty(T, groups, dtype=integers)
+
+
+_quantize_groups_op = define(
+    "quantize_groups(Tensor x, int group) -> (Tensor, Tensor, Tensor)", _quantize_groups, _quantize_groups_fake
+)
+
+
+def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Round x [T, K] to int8 in groups, as packed_linear does for weights in groups of `group` inputs.
+
+    Returns the integers [T, K/4] int32, four to a number, the scales [T, K/group] fp32, and the sums of the integers of
+    each group [T, K/group] int32. It is the first half of packed_linear; TensorRT has a plugin for each half.
+    """
+    return cast("tuple[Tensor, Tensor, Tensor]", _quantize_groups_op(x, group))
+
+
+def _groups_linear(
+    x: Tensor,
+    values: Tensor,
+    x_scales: Tensor,
+    x_sums: Tensor,
+    panels: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor,
+    bits: int,
+) -> Tensor:
+    octets = panels.view(torch.int8 if bits == 8 else torch.uint8).view(*panels.shape[:2], PANEL, 4)
+    points = zeros.view(torch.uint8) if bits == 4 else x.new_empty(0, dtype=torch.uint8)
+    return _reference(x, octets, scales, points, bias, None, bias.shape[0], False)
+
+
+_groups_linear_op = define(
+    "groups_linear(Tensor x, Tensor values, Tensor x_scales, Tensor x_sums, Tensor panels, Tensor scales, "
+    "Tensor zeros, Tensor bias, int bits) -> Tensor",
+    _groups_linear,
+    lambda x, values, x_scales, x_sums, panels, scales, zeros, bias, bits: x.new_empty(x.shape[0], bias.shape[0]),
+)
+
+
+def groups_linear(
+    x: Tensor,
+    values: Tensor,
+    x_scales: Tensor,
+    x_sums: Tensor,
+    panels: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor,
+    bits: int,
+) -> Tensor:
+    """The second half of packed_linear with weights in groups: [T, N] in x's dtype.
+
+    x [T, K]; values, x_scales, x_sums: what quantize_groups makes of it. panels [P, K * bits / 32, 32] int32, scales
+    [P, K/g, 32] fp16, zeros [P, K/g, 8] int32 (8 bits: anything): the layouts of ops.packing, four bytes to a number.
+    bias [N] in x's dtype. bits: 4 or 8, of a weight.
+    """
+    return cast(Tensor, _groups_linear_op(x, values, x_scales, x_sums, panels, scales, zeros, bias, bits))

@@ -36,6 +36,7 @@ OPSET = 21
 
 OPS = (
     "spec_attention", "kv_compact", "process_logits", "spec_sample", "spec_accept", "packed_linear", "packed_embedding",
+    "quantize_groups", "groups_linear",
 )  # fmt: skip
 _IR_TYPES = {
     torch.float32: ir.DataType.FLOAT,

@@ -3,8 +3,9 @@
 - Plain weights become Gemm with the matrix [N, K] as it is. For TensorRT, an lm_head in bf16 or fp16 stays a
   PackedLinear of x and the matrix, whose results are fp32. Gemm would round them to x's dtype.
 - int8 and int4 for ONNX Runtime become MatMulNBits (com.microsoft), which rounds rows of x to int8 per block of inputs.
-- int8 and int4 for TensorRT become DequantizeLinear and Gemm, with x as it is. TensorRT has no zero points and no int8
-  in groups. So weights whose zeros are not in the middle are refused, and so is int8 in groups.
+- int8 with a scale per output for TensorRT becomes DequantizeLinear and Gemm, with x as it is.
+- int8 in groups and int4 for TensorRT become QuantizeGroups and GroupsLinear, which are plugins. They round x as the
+  kernels of the other backends do. TensorRT's own layers take no 4-bit integers on a GPU.
 - fp8 becomes DequantizeLinear and Gemm. Where x is rounded, x goes through QuantizeLinear and DequantizeLinear.
 
 A packed matrix is unpacked here, at export, so files hold what the runtime reads.
@@ -190,46 +191,54 @@ class _TensorRTMatrices(_Matrices):
         return [ir.node("PackedLinear", [x, matrix], domain="trtspec")]
 
     def quantised(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
-        """Return DequantizeLinear of [N, K] in x's dtype and Gemm; one scale per row (int8) or row and group (int4).
+        """Return DequantizeLinear of [N, K] in x's dtype and Gemm for int8 with one scale per row; else `in_groups`.
 
-        Scales are rounded to x's dtype. A scale of 0, for a row or group of zeros, becomes 1, because TensorRT requires
-        positive scales.
+        Scales are rounded to x's dtype. A scale of 0, for a row of zeros, becomes 1, because TensorRT requires positive
+        scales.
         """
+        if scale.ndim == 3:
+            return self.in_groups(node, held, scale, zero)
         x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
         assert x is not None
         assert weight is not None
         N, K = node.attributes["out_features"].as_int(), _depth(x)
         dtype = _TORCH[x.dtype]
         matrix, scales = f"{weight.name}.matrix", f"{weight.name}.scales"
-        if held.dtype == torch.int8 and scale.ndim == 3:
-            raise UnsupportedError(
-                f"{weight.name}: TensorRT takes 8-bit weights with one scale per output channel only; use the "
-                "unquantised checkpoint with quantization='int8'"
-            )
-        if held.dtype == torch.int8:
-            attributes = {"axis": 0}
-            if matrix not in self.graph.initializers:
-                self._register(matrix, unpack_values(held)[:N, :K].contiguous())
-                self._register_scales(scales, scale.flatten()[:N], dtype)
-        else:
-            attributes = {"axis": 1, "block_size": K // scale.shape[1]}
-            if matrix not in self.graph.initializers:
-                if zero.numel() and not bool((unpack_groups(held, scale, zero)[1][:N] == 8).all()):
-                    raise UnsupportedError(
-                        f"{weight.name}: TensorRT takes 4-bit weights without zero points only; use a checkpoint that "
-                        "was quantised symmetrically (GPTQ with sym = true), or a plain one with quantization int4"
-                    )
-                values = unpack_values(held)[:N, :K].to(torch.int16) - 8
-                packed = _pairs((values & 15).to(torch.uint8)).flatten()
-                tensor = ir.PackedTensor(packed.numpy(), ir.DataType.INT4, shape=ir.Shape((N, K)), name=matrix)
-                self._register_tensor(matrix, tensor)
-                self._register_scales(scales, unpack_groups(held, scale, zero)[0][:N], dtype)
+        if matrix not in self.graph.initializers:
+            self._register(matrix, unpack_values(held)[:N, :K].contiguous())
+            self._register_scales(scales, scale.flatten()[:N], dtype)
         whole = ir.node(
-            "DequantizeLinear", [self.graph.initializers[matrix], self.graph.initializers[scales]], attributes
+            "DequantizeLinear", [self.graph.initializers[matrix], self.graph.initializers[scales]], {"axis": 0}
         )
         inputs = [x, whole.outputs[0], *([] if bias is None else [bias])]
         out = ir.node("Gemm", inputs, {"transB": 1})
         return [whole, out, *self._as_float(node, out, dtype)]
+
+    def in_groups(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
+        """Return QuantizeGroups(x) and GroupsLinear, with the weights as they are packed, four bytes to a number."""
+        x, weight, bias = node.inputs[0], node.inputs[1], (*node.inputs, None, None, None)[4]
+        assert x is not None
+        assert weight is not None
+        N, groups, bits = node.attributes["out_features"].as_int(), scale.shape[1], 8 if held.dtype == torch.int8 else 4
+
+        def points() -> Tensor:
+            given = zero if zero.numel() else torch.full(scale.shape, 8, dtype=torch.uint8)
+            return _words(given[: None if bits == 4 else 1])
+
+        constants = [
+            self._constant(f"{weight.name}.panels", lambda: _words(held.flatten(2))),
+            self._constant(f"{weight.name}.scales", lambda: scale),
+            self._constant(f"{weight.name}.zeros", points),
+            bias or self._constant(f"{weight.name}.bias", lambda: torch.zeros(N, dtype=_TORCH[x.dtype])),
+        ]
+        assert x.shape is not None
+        rounded = ir.node("QuantizeGroups", [x], {"group": _depth(x) // groups}, domain="trtspec", num_outputs=3)
+        sizes = (_depth(x) // 4, groups, groups)
+        kinds = (ir.DataType.INT32, ir.DataType.FLOAT, ir.DataType.INT32)
+        for value, size, kind in zip(rounded.outputs, sizes, kinds, strict=True):
+            value.shape, value.type = ir.Shape([x.shape[0], size]), ir.TensorType(kind)
+        out = ir.node("GroupsLinear", [x, *rounded.outputs, *constants], {"bits": bits}, domain="trtspec")
+        return [rounded, out, *self._as_float(node, out, _TORCH[x.dtype])]
 
     def _register_scales(self, name: str, scale: Tensor, dtype: torch.dtype) -> None:
         scale = scale.to(dtype)
@@ -267,6 +276,11 @@ def _pairs(values: Tensor) -> Tensor:
     """Pack uint8 values 0..15 [..., n] two to a byte, the first in the low half: [..., n / 2]."""
     pairs = values.reshape(*values.shape[:-1], -1, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+
+
+def _words(octets: Tensor) -> Tensor:
+    """Return bytes [..., n], four to an int32: [..., n / 4]."""
+    return octets.reshape(-1).view(torch.int32).view(*octets.shape[:-1], -1)
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype, weight: ir.Value) -> Tensor:

@@ -110,6 +110,16 @@ def aot_kernels(model: ir.Model, native: bool = False) -> set[str]:
             x = node.inputs[0]
             assert x is not None
             found.add(f"{plugin_of(node.op_type, given_inputs(node))}-{_BITS[x.dtype]}")
+        elif node.domain == DOMAIN and node.op_type == "QuantizeGroups":
+            x = node.inputs[0]
+            assert x is not None
+            found.add(f"QuantizeGroups-{_BITS[x.dtype]}-g{node.attributes['group'].as_int()}")
+        elif node.domain == DOMAIN and node.op_type == "GroupsLinear":
+            x, scales = node.inputs[0], node.inputs[5]
+            assert x is not None
+            assert scales is not None
+            group = x.shape[-1] // scales.shape[1]
+            found.add(f"GroupsLinear-{_BITS[x.dtype]}-w{node.attributes['bits'].as_int()}-g{group}")
         elif node.domain == DOMAIN and node.op_type in ("ProcessLogits", "SpecSample", "SpecAccept"):
             found.add(plugin_of(node.op_type, given_inputs(node)))
     return found

@@ -153,8 +153,7 @@ def _refit(trt: Any, engine: Any, weights: Mapping[str, Tensor], file: Path) -> 
     refitter = trt.Refitter(engine, trt.Logger(trt.Logger.WARNING))
     for name in refitter.get_missing_weights():
         wanted = refitter.get_weights_prototype(name)
-        in_a_byte = 2 if wanted.dtype == trt.DataType.INT4 else 1
-        if name not in weights or weights[name].numel() * in_a_byte != wanted.size:
+        if name not in weights or weights[name].numel() != wanted.size:
             raise CheckpointError(f"{file} wants {wanted.size} weights {name}, which are not there; rebuild the engine")
         refitter.set_named_weights(name, trt.Weights(wanted.dtype, weights[name].data_ptr(), wanted.size))
     if not refitter.refit_cuda_engine():

@@ -322,20 +322,14 @@ def _quantize(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _dequantize(w: Writer, node: ir.Node) -> list[Any]:
-    """Write DequantizeLinear of symmetric numbers, with one scale in all, per row, or per block of a row's inputs."""
+    """Write DequantizeLinear of symmetric numbers, with one scale in all or per row."""
     x, scale = (w.get(value) for value in node.inputs[:2])
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         raise UnsupportedError(f"TensorRT: node {w.node!r} has zero points; quantise symmetrically")
     layer = w.network.add_dequantize(x, scale, scale.dtype)
     out = w.out(layer)
-    block = _number(node, "block_size")
-    axis = _axis(_number(node, "axis", 1), len(x.shape))
-    if not len(scale.shape):
-        return [out]
-    if block:
-        layer.block_shape = tuple(block if i == axis else 1 for i in range(len(x.shape)))
-    else:
-        layer.axis = axis
+    if len(scale.shape):
+        layer.axis = _axis(_number(node, "axis", 1), len(x.shape))
     return [out]
 
 

@@ -27,7 +27,6 @@ _DTYPES = {
     "INT64": "INT64",
     "INT32": "INT32",
     "INT8": "INT8",
-    "INT4": "INT4",
     "FLOAT8E4M3FN": "FP8",
     "BOOL": "BOOL",
 }
@@ -36,8 +35,8 @@ _DTYPES = {
 
 _FLOATS = {"FLOAT": torch.float32, "FLOAT16": torch.float16, "BFLOAT16": torch.bfloat16}
 _NUMBERS = {**_FLOATS, "INT64": torch.int64, "INT32": torch.int32}
-_WEIGHTS = {**_FLOATS, "INT8": torch.int8, "FLOAT8E4M3FN": torch.float8_e4m3fn, "INT4": torch.uint8}
-"""ONNX's name of a dtype -> torch dtype, for constants that may be the step's own. INT4: two values to a byte."""
+_WEIGHTS = {**_FLOATS, "INT8": torch.int8, "INT32": torch.int32, "FLOAT8E4M3FN": torch.float8_e4m3fn}
+"""ONNX's name of a dtype -> torch dtype, for constants that may be the step's own."""
 
 
 class Writer:
@@ -126,7 +125,7 @@ class Writer:
     def _constant_of(self, value: ir.Value, held: ir.TensorProtocol, shape: tuple[int, ...]) -> Any:
         raw = getattr(held, "raw", None)
         if not (isinstance(raw, torch.Tensor) and raw.is_contiguous()):
-            raw = torch.frombuffer(bytearray(held.tobytes()), dtype=torch.uint8)  # INT4: first value in the low half
+            raw = torch.frombuffer(bytearray(held.tobytes()), dtype=torch.uint8)
         self.kept.append(raw)
         weights = self.trt.Weights(self.dtype(held.dtype), raw.data_ptr(), int(np.prod(shape, dtype=np.int64)))
         lifted = len(shape) > len(held.shape)

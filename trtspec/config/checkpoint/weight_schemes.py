@@ -68,7 +68,6 @@ class Fp8Scheme:
     """
 
     kind: ClassVar[str] = "fp8"
-    int8_groups: ClassVar[bool] = False
 
     scale_dims: int
     static: bool
