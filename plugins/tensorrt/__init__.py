@@ -3,6 +3,7 @@
 | plugin | inputs, in order | attributes | outputs |
 |---|---|---|---|
 | trtspec::SpecAttention | q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables | (below) | out, caches |
+| trtspec::SpecAttentionChained | the same | (below) | out, caches |
 | trtspec::ProcessLogits | logits, positions, ban_ids, ban_until, temperatures, top_ks, top_ps, min_ps | | logits |
 | trtspec::ProcessLogitsConstrained | ProcessLogits' and LogitConstraints, in the op's order | | logits |
 | trtspec::SpecSample | logits, greedy, seeds, positions | | tokens |
@@ -16,7 +17,8 @@
 SpecAttention's attributes are scale (float), window (int) and softcap (float). Shapes and dtypes are those of the ops
 (docstrings in trtspec/ops). A quick-deploy plugin has a fixed list of inputs. So an op whose optional inputs come in
 several combinations has a plugin for each combination that step graphs use. `signatures.plugin_of` names the plugin for
-a node, or says that there is none. New caches alias the old ones.
+a node, or says that there is none. The new caches of SpecAttentionChained and KvCompact alias the old ones. Those of
+SpecAttention must be bound to the old ones' addresses.
 
 Each plugin has a JIT form (jit.py: Python at run time) and an AOT form (aot.py: a kernel that the engine holds, no
 Python at run time). NetworkDefinitionCreationFlag.PREFER_AOT_PYTHON_PLUGINS or PREFER_JIT_PYTHON_PLUGINS selects the
@@ -31,6 +33,9 @@ The parser passes only attributes that are on the node, none by default, and a q
 own is missing. Nodes must therefore carry all of them. An empty optional input reaches the plugin as a null tensor,
 which quick-deploy plugins cannot take. The node must be renamed and its empty inputs dropped before, by
 `signatures.plugin_of`.
+
+Attention over a cache that no other node changes has no aliases. Another of NVIDIA's projects reports that TensorRT
+keeps a copy of each layer's cache for them, or rejects the engine.
 
 Aliases: TensorRT wants PreviewFeature.ALIASED_PLUGIN_IO_10_03 for them. Its documentation (IPluginV3OneBuildV2's
 getAliasedInput, in NvInferRuntime.h) says that only one output may alias an input, and that TensorRT may insert copies.

@@ -57,6 +57,18 @@ def _(
     q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, scale: float, window: int, softcap: float,
     outputs, tactic,
 ) -> Launch:  # fmt: skip
+    return _attention(q, k_cache, block_tables, scale, window, softcap)
+
+
+@trtp.aot_impl("trtspec::SpecAttentionChained")
+def _(
+    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, scale: float, window: int, softcap: float,
+    outputs, tactic,
+) -> Launch:  # fmt: skip
+    return _attention(q, k_cache, block_tables, scale, window, softcap)
+
+
+def _attention(q, k_cache, block_tables, scale: float, window: int, softcap: float) -> Launch:
     T, Hq, D = (q.shape_expr[axis] for axis in range(3))
     num_blocks, block_size, Hkv = (k_cache.shape_expr[axis] for axis in range(3))
     B, columns = block_tables.shape_expr[0], block_tables.shape_expr[1]

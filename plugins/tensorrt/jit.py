@@ -61,8 +61,8 @@ def _run(plugin: str, inputs: tuple[Any, ...], attributes: dict[str, Any], outpu
         for name, result in zip(("k_cache", "v_cache"), results[-2:], strict=True):
             if result.data_ptr() != named[name].data_ptr():
                 raise RuntimeError(
-                    f"{plugin}: the new {name} is not the old one's memory; set PreviewFeature.ALIASED_PLUGIN_IO_10_03 "
-                    "on the builder's config, and bind the engine's new caches to the addresses of the old"
+                    f"{plugin}: the new {name} is not the old one's memory; bind the engine's new caches to the "
+                    "addresses of the old, and set PreviewFeature.ALIASED_PLUGIN_IO_10_03 on the builder's config"
                 )
         results = results[:-2]
     if device.type == "cuda":
@@ -83,8 +83,8 @@ def _(
     q: Desc, k: Desc, v: Desc, k_cache: Desc, v_cache: Desc, cu_q_lens: Desc, kv_lens: Desc, block_tables: Desc,
     scale: float, window: int, softcap: float,
 ) -> tuple[Desc, Desc, Desc]:  # fmt: skip
-    """Causal attention without sinks: out [T, Hq, D] in q's dtype; the caches are the old ones, changed."""
-    return q.like(), k_cache.aliased(), v_cache.aliased()
+    """Causal attention without sinks: out [T, Hq, D] in q's dtype, and the changed caches, to be bound to the old."""
+    return q.like(), k_cache.like(), v_cache.like()
 
 
 @trtp.impl("trtspec::SpecAttention")
@@ -94,6 +94,24 @@ def _(
 ):  # fmt: skip
     inputs = (q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables)
     _run("SpecAttention", inputs, {"scale": scale, "window": window, "softcap": softcap}, outputs, stream)
+
+
+@trtp.register("trtspec::SpecAttentionChained")
+def _(
+    q: Desc, k: Desc, v: Desc, k_cache: Desc, v_cache: Desc, cu_q_lens: Desc, kv_lens: Desc, block_tables: Desc,
+    scale: float, window: int, softcap: float,
+) -> tuple[Desc, Desc, Desc]:  # fmt: skip
+    """SpecAttention over caches that other nodes change as well: the caches are the old ones, changed."""
+    return q.like(), k_cache.aliased(), v_cache.aliased()
+
+
+@trtp.impl("trtspec::SpecAttentionChained")
+def _(
+    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, scale: float, window: int, softcap: float,
+    outputs, stream,
+):  # fmt: skip
+    inputs = (q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables)
+    _run("SpecAttentionChained", inputs, {"scale": scale, "window": window, "softcap": softcap}, outputs, stream)
 
 
 @trtp.register("trtspec::ProcessLogits")

@@ -8,7 +8,7 @@ own. The filters of logits add exactly. Their results are the references', excep
 an edge; filters.py has their steps.
 
 Tests without a GPU show the kernels' results, in Triton's interpreter (TRITON_INTERPRET=1), and that they compile.
-tests/gpu shows them on a GPU; it has passed on an H100. benchmarks/results has times.
+tests/gpu shows them on a GPU; an H100 has run it. benchmarks/results has times.
 """
 
 from __future__ import annotations

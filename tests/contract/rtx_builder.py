@@ -149,12 +149,12 @@ class _CutBuilder:
 
 
 def cut_plugin_of(
-    op: str, present: Collection[str], attributes: Mapping[str, Any]
+    op: str, present: Collection[str], attributes: Mapping[str, Any], chained: bool
 ) -> tuple[CutPlugin, tuple[str, ...]]:
     """Return a plugin that is cut, for an op that has one; LookupError as trtspec_plugins.tensorrt says."""
     from trtspec_plugins.tensorrt.signatures import PLUGINS, plugin_of
 
-    name = plugin_of(op, present)
+    name = plugin_of(op, present, chained)
     return CutPlugin(name), PLUGINS[name].inputs
 
 

@@ -47,8 +47,8 @@ LINEAR, ROUNDED, IN_GROUPS = "LinearLogits-bf16", "QuantizeGroups-bf16-g128", "G
 CONSTRAINED = "ProcessLogitsConstrained"
 NAMES = (*KERNELS, ATTENTION, COMPACTION, LINEAR, ROUNDED, IN_GROUPS)
 FULL_NAMES = {name: name for name in KERNELS}
-FULL_NAMES |= {"SpecAttention": ATTENTION, "KvCompact": COMPACTION, "LinearLogits": LINEAR}
-FULL_NAMES |= {"QuantizeGroups": ROUNDED, "GroupsLinear": IN_GROUPS}
+FULL_NAMES |= {"SpecAttention": ATTENTION, "SpecAttentionChained": ATTENTION, "KvCompact": COMPACTION}
+FULL_NAMES |= {"LinearLogits": LINEAR, "QuantizeGroups": ROUNDED, "GroupsLinear": IN_GROUPS}
 # Plugin -> dtypes and shapes of inputs, (grid, heads, integers) at SIZES.
 LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
     "SpecAttention": (
@@ -95,7 +95,10 @@ LAUNCHES: dict[str, tuple[list[Any], tuple[int, int, list[int]]]] = {
         (2, 3, [17, 70, 256]),  # 16 rows and 32 columns of a program
     ),
 }  # fmt: skip
-ATTRIBUTES: dict[str, Any] = {"SpecAttention": {"scale": 0.125, "window": 7, "softcap": 30.0}}
+LAUNCHES["SpecAttentionChained"] = LAUNCHES["SpecAttention"]
+ATTRIBUTES: dict[str, Any] = {
+    f"SpecAttention{chained}": {"scale": 0.125, "window": 7, "softcap": 30.0} for chained in ("", "Chained")
+}
 ATTRIBUTES |= {"QuantizeGroups": {"group": 128}, "GroupsLinear": {"bits": 4}}
 SIZES = {"B": 5, "R": 6, "S": 7, "V": 999, "T": 9, "N": 17, "B1": 6, "M": 3, "P": 2}
 

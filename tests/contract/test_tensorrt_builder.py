@@ -18,6 +18,7 @@ from trtspec.errors import DependencyError  # noqa: E402
 
 ATTRIBUTES: Mapping[str, Mapping[str, int | float]] = {
     "SpecAttention": {"window": 7, "scale": 0.25, "softcap": 30.0},  # not in the plugin's order
+    "SpecAttentionChained": {"window": 7, "scale": 0.25, "softcap": 30.0},
     "QuantizeGroups": {"group": 128},
     "GroupsLinear": {"bits": 4},
 }
@@ -26,7 +27,7 @@ ATTRIBUTES: Mapping[str, Mapping[str, int | float]] = {
 @pytest.mark.parametrize("name", [name for name in PLUGINS if name != "KvCompact"])
 def test_the_registry_makes_each_plugin_with_its_attributes(name: str) -> None:
     signature, attributes = PLUGINS[name], ATTRIBUTES.get(name, {})
-    plugin, order = registered_plugins(trt)(signature.op, signature.inputs, attributes)
+    plugin, order = registered_plugins(trt)(signature.op, signature.inputs, attributes, signature.aliases)
     assert order == signature.inputs
     assert plugin.attrs == dict(attributes)
     assert isinstance(plugin, trt.IPluginV3)
@@ -44,4 +45,4 @@ def test_without_a_driver_the_machine_with_the_gpu_is_asked_for() -> None:
 def test_an_op_without_a_plugin_for_its_inputs_is_named() -> None:
     make: Any = registered_plugins(trt)
     with pytest.raises(LookupError, match=r"no TensorRT plugin for SpecSample\(logits\)"):
-        make("SpecSample", ["logits"], {})
+        make("SpecSample", ["logits"], {}, False)

@@ -35,6 +35,15 @@ DECLARED: dict[str, tuple[dict[str, Any], list[Any], list[Any], list[int]]] = {
             (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B1"]), (I32, ["B"]), (I32, ["B", "M"]),
         ],
         [(BF16, ["T", 8, 64]), (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64])],
+        [-1, -1, -1],
+    ),
+    "SpecAttentionChained": (
+        ATTENTION_ATTRIBUTES,
+        [
+            (BF16, ["T", 8, 64]), (BF16, ["T", 2, 64]), (BF16, ["T", 2, 64]),
+            (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64]), (I32, ["B1"]), (I32, ["B"]), (I32, ["B", "M"]),
+        ],
+        [(BF16, ["T", 8, 64]), (BF16, ["N", 16, 2, 64]), (BF16, ["N", 16, 2, 64])],
         [-1, 3, 4],
     ),
     "ProcessLogits": (
@@ -156,7 +165,7 @@ def test_attributes_of_an_onnx_node_arrive() -> None:
 
 def test_each_combination_of_inputs_has_one_plugin_or_an_error() -> None:
     for name, signature in PLUGINS.items():
-        assert plugin_of(signature.op, signature.inputs) == name
+        assert plugin_of(signature.op, signature.inputs, signature.aliases) == name
     with pytest.raises(LookupError, match=r"no TensorRT plugin for SpecSample\(logits\); there are: SpecSample\("):
         plugin_of("SpecSample", ["logits"])
 
@@ -186,6 +195,8 @@ def check_jit(name: str, arguments: dict[str, Tensor], attributes: dict[str, Any
     untouched = [value.clone() for value in inputs]
     plugin.get_output_data_types([TRT_DTYPES[value.dtype] for value in inputs], [value.ndim for value in inputs])
     aliases = [plugin.get_aliased_input(index) for index in range(len(expected))]
+    if name == "SpecAttention":
+        aliases = [-1, 3, 4]  # as the caller binds them
     outputs = [
         inputs[alias] if alias >= 0 else torch.full_like(value, 77)
         for value, alias in zip(expected, aliases, strict=True)
@@ -200,9 +211,11 @@ def check_jit(name: str, arguments: dict[str, Tensor], attributes: dict[str, Any
 
 
 @settings(deadline=None, max_examples=40)
-@given(batches.attention(), st.sampled_from([0, 1, 5]), st.sampled_from([0.0, 20.0]))
-def test_attention_equals_the_reference(arguments: dict[str, Tensor], window: int, softcap: float) -> None:
-    check_jit("SpecAttention", arguments, {"scale": 0.25, "window": window, "softcap": softcap})
+@given(batches.attention(), st.sampled_from([0, 1, 5]), st.sampled_from([0.0, 20.0]), st.sampled_from(["", "Chained"]))
+def test_attention_equals_the_reference(
+    arguments: dict[str, Tensor], window: int, softcap: float, chained: str
+) -> None:
+    check_jit(f"SpecAttention{chained}", arguments, {"scale": 0.25, "window": window, "softcap": softcap})
 
 
 @settings(deadline=None, max_examples=40)
@@ -282,7 +295,7 @@ def test_calls_chained_over_one_cache_see_each_other_s_rows(arguments: dict[str,
     out = torch.empty_like(arguments["q"])
     for step in (arguments, later):
         enqueue(
-            create("SpecAttention", attributes),
+            create("SpecAttentionChained", attributes),
             list(step.values()),
             [out, arguments["k_cache"], arguments["v_cache"]],
         )

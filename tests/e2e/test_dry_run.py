@@ -206,8 +206,11 @@ def test_llama_in_8_bits_in_groups(configs: Path, tmp_path: Path, backend: str) 
     shutil.copytree(configs / "llama", folder)
     edit_config(folder, quantization_config=Kind("pack-quantized", 8, 32).config())
     plan = dry_run(tmp_path, folder, configs / "head", "EAGLE3_ONE_MODEL", "--backend", backend)
-    weights = plan["executables"]["target"]["weights"]
-    assert weights["target"] == LLAMA_LINEARS * (1 + 2 / 32) + LLAMA_REST * 2
+    target = plan["executables"]["target"]
+    assert target["weights"]["target"] == LLAMA_LINEARS * (1 + 2 / 32) + LLAMA_REST * 2
+    plugins = {call["name"]: call["count"] for call in target["plugins"]}
+    in_groups = 4 * 32 if backend == "tensorrt" else 0
+    assert plugins.get("trtspec::QuantizeGroups", 0) == plugins.get("trtspec::GroupsLinear", 0) == in_groups
 
 
 @pytest.mark.parametrize("backend", ["aoti", "tensorrt"])
@@ -272,7 +275,9 @@ def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
     assert mixed["shapes"]["block_tables"] == [[1, 1], [8, 256], [8, 513]]  # 8192 tokens, and drafts past the last
     assert mixed["shapes"]["v_cache_32"] == [[4097, 16, 8, 128]] * 3
     assert {call["name"]: call["count"] for call in target["plugins"]} == {
-        "trtspec::SpecAttention": 32 + 3,
+        "trtspec::SpecAttention": 32,
+        "trtspec::SpecAttentionChained": 3,  # one layer, a pass for each draft
+        "trtspec::LinearLogits": 1 + 3,
         "trtspec::ProcessLogitsConstrained": 1,
         "trtspec::ProcessLogits": 3,
         "trtspec::SpecSample": 1,

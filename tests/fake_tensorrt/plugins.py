@@ -40,7 +40,7 @@ class FakePlugin:
         self.inputs = PLUGINS[name].inputs
         if tuple(attributes) != PLUGINS[name].attributes and set(attributes) != set(PLUGINS[name].attributes):
             raise Misuse(f"{name} has attributes {PLUGINS[name].attributes}, given are {attributes}")
-        self.aliases = {1: 3, 2: 4} if name == "SpecAttention" else {}
+        self.aliases = {1: 3, 2: 4} if name == "SpecAttentionChained" else {}
 
     def describe(self, layer: Any, *given: FakeTensor) -> list[tuple[Any, tuple[int, ...]]]:
         named = dict(zip(self.inputs, given, strict=True))
@@ -54,7 +54,7 @@ class FakePlugin:
         if len(floats) > 1:
             layer._refuse(f"{self.name} takes one dtype: {floats}")
         first = given[0]
-        if self.name == "SpecAttention":
+        if self.name.startswith("SpecAttention"):
             if -1 in (*first.shape[1:], *given[3].shape[2:]):
                 layer._refuse("numbers of heads and head sizes must be fixed")
             return [(one.dtype, one.shape) for one in (first, given[3], given[4])]
@@ -82,8 +82,8 @@ class FakePlugin:
 
 
 def fake_plugin_of(
-    op: str, present: Collection[str], attributes: Mapping[str, int | float]
+    op: str, present: Collection[str], attributes: Mapping[str, int | float], chained: bool
 ) -> tuple[FakePlugin, tuple[str, ...]]:
     """Return a plugin and the names of its inputs, as trtspec.backends.tensorrt.network.PluginOf does."""
-    name = plugin_of(op, present)
+    name = plugin_of(op, present, chained)
     return FakePlugin(name, attributes), PLUGINS[name].inputs

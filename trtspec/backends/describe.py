@@ -17,12 +17,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trtspec.backends.export import GraphStep
 from trtspec.backends.graph_io import INPUTS, OUTPUTS, SLOT_ROWS, input_names, output_names
-from trtspec.backends.sizes import Sizes
+from trtspec.backends.sizes import LOGITS_DEPTH, Sizes
 from trtspec.core import KVLayer
 from trtspec.errors import UnsupportedError
 from trtspec.methods.step import Step
 
 _LINEARS = ("packed_linear", "packed_embedding")
+_LINEAR_PLUGINS = {"logits": ("LinearLogits",), "groups": ("QuantizeGroups", "GroupsLinear")}
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,16 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Calls:
-    """An op of trtspec.ops, or a plugin for it, with the tensors it gets and the number of such calls in a graph."""
+    """An op of trtspec.ops, or a plugin for it, with the tensors it gets and the number of such calls in a graph.
+
+    form: what a plugin depends on in addition. "logits": a linear with fp32 results of a matrix in bf16 or fp16.
+    "groups": a linear with weights in groups. "chained": attention over a cache that other calls change as well.
+    """
 
     name: str
     inputs: tuple[str, ...]
     count: int
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,20 +104,21 @@ def describe_graph(
 def plugins(calls: Sequence[Calls], native: bool = False) -> tuple[Calls, ...]:
     """Return the TensorRT plugins that replace a graph's calls.
 
-    Linears and embeddings become TensorRT's own layers, and so does attention if `native` is set. UnsupportedError for
-    a call that has no plugin.
+    Most linears and embeddings become TensorRT's own layers, and so does attention if `native` is set. UnsupportedError
+    for a call that has no plugin.
     """
     signatures: Any = importlib.import_module("trtspec_plugins.tensorrt.signatures")  # does not need TensorRT
-    made = []
+    made: Counter[str] = Counter()
     for call in calls:
-        if call.name not in _LINEARS and not (native and call.name == "spec_attention"):
+        if call.name in _LINEARS:
+            made.update(dict.fromkeys(_LINEAR_PLUGINS.get(call.form, ()), call.count))
+        elif not (native and call.name == "spec_attention"):
             op = call.name.title().replace("_", "")
             try:
-                name = signatures.plugin_of(op, call.inputs)
+                made[signatures.plugin_of(op, call.inputs, call.form == "chained")] += call.count
             except LookupError as error:
                 raise UnsupportedError(f"backend tensorrt: {error}") from error
-            made.append(Calls(f"trtspec::{name}", tuple(signatures.PLUGINS[name].inputs), call.count))
-    return tuple(made)
+    return tuple(Calls(f"trtspec::{name}", signatures.PLUGINS[name].inputs, count) for name, count in made.items())
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,7 +129,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        self._calls: list[tuple[str, tuple[str, ...], str]] = []
+        self._writers: dict[int, int] = {}  # id of a new cache -> place in _calls
+        self._kept: list[object] = []  # so that no id is used again
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -131,12 +140,37 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             arguments = [argument.name for argument in func._schema.arguments]
             given = dict(zip(arguments, args, strict=False)) | dict(kwargs or {})
             present = tuple(name for name in arguments if _is_used(given.get(name)))
-            self._counts[func._schema.name.removeprefix("trtspec::"), present] += 1
+            name = func._schema.name.removeprefix("trtspec::")
+            self._calls.append((name, present, _linear_form(given) if name == "packed_linear" else ""))
+            result = func(*args, **(kwargs or {}))
+            if name == "spec_attention":
+                self._note_caches(given["k_cache"], result[1])
+            return result
         return func(*args, **(kwargs or {}))
+
+    def _note_caches(self, old: Tensor, new: Tensor) -> None:
+        """Mark the last call, and the one that made its old cache, as chained if there is such a call."""
+        place = len(self._calls) - 1
+        before = self._writers.get(id(old))
+        for one in () if before is None else (before, place):
+            self._calls[one] = (*self._calls[one][:2], "chained")
+        self._writers[id(new)] = place
+        self._kept.append(new)
 
     def calls(self) -> tuple[Calls, ...]:
         """Return the calls with their counts, in the order in which each occurred first."""
-        return tuple(Calls(name, inputs, count) for (name, inputs), count in self._counts.items())
+        counts = Counter(self._calls)
+        return tuple(Calls(name, inputs, count, form) for (name, inputs, form), count in counts.items())
+
+
+def _linear_form(given: Mapping[str, Any]) -> str:
+    """Form of a call of packed_linear, as in Calls. backends/onnx/linear.py decides alike."""
+    x, weight = given["x"], given["weight"]
+    if given["scales"].ndim == 3:
+        return "groups"
+    floats = weight.dtype == x.dtype and x.dtype != torch.float32
+    served = given["float_out"] and given["bias"] is None and x.shape[1] % LOGITS_DEPTH == 0
+    return "logits" if floats and served else ""
 
 
 def _is_used(value: object) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, replace
 from trtspec.config.engine import EngineConfig
 from trtspec.methods.step import Step
 
+LOGITS_DEPTH = 64
+"""TensorRT's plugin for logits serves matrices [N, K] whose K is a multiple of this."""
+
 
 @dataclass(frozen=True)
 class Sizes:

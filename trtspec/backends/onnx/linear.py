@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trtspec.backends.sizes import LOGITS_DEPTH
 from trtspec.errors import UnsupportedError
 from trtspec.ops.packing import FLOATS, unpack_groups, unpack_values
-
-LOGITS_DEPTH = 64
-"""The plugin LinearLogits serves matrices [N, K] whose K is a multiple of this."""
 
 _INT8_BLOCK = 32
 """Inputs of a block for MatMulNBits, which takes a scale per block even if a column has one scale for all inputs."""

@@ -55,8 +55,8 @@ def registered_plugins(trt: Any) -> PluginOf:
     register()
     registry = trt.get_plugin_registry()
 
-    def make(op: str, present: Collection[str], attributes: Attributes) -> tuple[Any, tuple[str, ...]]:
-        name = plugin_of(op, present)
+    def make(op: str, present: Collection[str], attributes: Attributes, chained: bool) -> tuple[Any, tuple[str, ...]]:
+        name = plugin_of(op, present, chained)
         creator = registry.get_creator(name, "1", "trtspec")
         fields = [_field(trt, one, attributes[one]) for one in PLUGINS[name].attributes]  # must live until copied
         prefers = trt.QuickPluginCreationRequest.PREFER_AOT

@@ -4,8 +4,9 @@ TensorRT's ONNX parser is not used. Its documentation does not promise how it tr
 our nodes, whose optional inputs may be empty. The graphs come from export_onnx, with linears by write_linears(model,
 "tensorrt"). They have a small closed set of operators, so a table of operators (ops.py) is enough.
 
-A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>` that alias the inputs
-`k_cache_<layer>`, so both must be bound to one address.
+A node of domain `trtspec` becomes a plugin layer. New KV caches are outputs `new_k_cache_<layer>`, which must be bound
+to the addresses of the inputs `k_cache_<layer>`. Where several nodes change a cache, one after the other, each one's
+new cache aliases its old one. Elsewhere there are no aliases: TensorRT may keep a copy of each cache for them.
 
 No GPU has run such a network. Tests write it into a stand-in with the signatures of TensorRT 11.4's Python bindings,
 and compute each layer as documented. NVIDIA's TensorRT-RTX builder builds such networks without their plugins (make
@@ -27,10 +28,10 @@ from trtspec.backends.tensorrt.writer import Writer
 from trtspec.errors import EngineError, UnsupportedError
 
 Attributes = Mapping[str, int | float]
-PluginOf = Callable[[str, Collection[str], Attributes], tuple[Any, tuple[str, ...]]]
-"""A function (op_type, names of the inputs present, attributes) -> (IPluginV3, names of its inputs in order).
+PluginOf = Callable[[str, Collection[str], Attributes, bool], tuple[Any, tuple[str, ...]]]
+"""A function (op_type, names of the inputs present, attributes, chained) -> (IPluginV3, names of its inputs in order).
 
-LookupError if there is no plugin for them.
+chained: whether another node changes the node's caches as well. LookupError if there is no plugin for them.
 """
 
 
@@ -92,6 +93,12 @@ def given_inputs(node: ir.Node) -> dict[str, ir.Value]:
     return {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
 
 
+def chained(node: ir.Node) -> bool:
+    """Whether another node of the graph changes the caches of this one, before it or after it."""
+    old = given_inputs(node).get("k_cache")
+    return old is not None and (old.producer() is not None or bool(node.outputs[1].uses()))
+
+
 def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
     w.node = node.name or node.op_type
     tensors = {name: w.get(value) for name, value in given_inputs(node).items()}
@@ -100,7 +107,7 @@ def _write_plugin(w: Writer, node: ir.Node, plugin_of: PluginOf) -> None:
         for name, one in node.attributes.items()
     }
     try:
-        plugin, order = plugin_of(node.op_type, list(tensors), attributes)
+        plugin, order = plugin_of(node.op_type, list(tensors), attributes, chained(node))
     except LookupError as error:
         raise UnsupportedError(f"{error.args[0]} (node {w.node!r})") from error
     layer = w.network.add_plugin_v3([tensors[name] for name in order], [], plugin)
