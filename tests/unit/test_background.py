@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import cast
 
 import pytest
 
-from trtspec.engine.background import EngineThread, Generation
+from trtspec.engine.background import EngineThread, Generation, wait
 from trtspec.engine.core import EngineCore
 from trtspec.engine.request import Request
 from trtspec.engine.step import Emission
@@ -246,3 +247,37 @@ def test_many_deltas_are_read_in_linear_time_and_leave_no_futures(thread: Engine
     generation.result()
     assert len(list(generation)) == 2000
     assert len(generation._readers) == 0
+
+
+def _wait_until_alarm(seconds: float) -> None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, 0.01)  # and every 10 ms, if the first came before the wait
+        wait(Future())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def test_an_interrupt_at_any_moment_of_waiting_is_a_keyboard_interrupt() -> None:
+    """Future.result() raised RuntimeError for 25 of 2,000 such interrupts. 1,000 of them miss that with 4e-6."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    generator = random.Random(1)
+    try:
+        for _ in range(1000):
+            with pytest.raises(KeyboardInterrupt):
+                _wait_until_alarm(generator.uniform(1e-6, 3e-5))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_waiting_ends_with_the_future_or_after_the_time_given() -> None:
+    future: Future[None] = Future()
+    assert not wait(future, 0.001)
+    assert not wait(future, -1)
+    threading.Timer(0.01, future.set_exception, [EngineError("failed")]).start()
+    assert wait(future, 30)
+    assert wait(future)

@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class Generation:
         try:
             for seen in itertools.count():
                 while (news := self._news(seen)) is not None:
-                    news.result()
+                    wait(news)
                 if seen == len(self._deltas):
                     return self.done.result()
                 yield self._deltas[seen]
@@ -91,12 +90,9 @@ class Generation:
 
         TimeoutError after `timeout` seconds; the request goes on. EngineError as in aresult.
         """
-        try:
-            self.done.result(timeout)
-        except FutureTimeoutError:
-            raise TimeoutError(
-                f"request {self.request_id} is not finished after {timeout} s; wait on, or abort() it"
-            ) from None
+        if not wait(self.done, timeout):
+            raise TimeoutError(f"request {self.request_id} is not finished after {timeout} s; wait on, or abort() it")
+        self.done.result()
         return request_output(self)
 
     @property
@@ -322,6 +318,18 @@ def request_output(generation: Generation) -> RequestOutput:
         ],
         finished=all(sample.finished for sample in samples),
     )
+
+
+def wait(future: Future[None], timeout: float | None = None) -> bool:
+    """Wait until a future is done. False: it is not done after `timeout` seconds (None: any time).
+
+    Ctrl-C ends this with KeyboardInterrupt. Future.result() would now and then raise RuntimeError instead: an interrupt
+    just after threading.Condition has released its lock keeps it from taking the lock again.
+    """
+    done = threading.Lock()
+    done.acquire()
+    future.add_done_callback(lambda _: done.release())
+    return done.acquire(timeout=-1 if timeout is None else max(timeout, 0))
 
 
 def described(error: BaseException) -> str:
