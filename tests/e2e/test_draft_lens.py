@@ -213,7 +213,7 @@ def test_force_accepts_no_draft_that_there_is_not(
     force(make)
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs: bool) -> None:
     """On the stand-in for a GPU, rows of drafts that do not exist are part of both uniform and ragged graphs."""
     cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)

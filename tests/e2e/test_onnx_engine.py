@@ -39,7 +39,7 @@ from trtspec.cli import main
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
 
-BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode == "draft" else mode for mode in MODES]
+BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode in ("ngram", "draft") else mode for mode in MODES]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,7 @@ def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> No
     assert used == {False, True}
 
 
+@pytest.mark.long
 def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models: Path) -> None:
     """SAVE_HIDDEN_STATES saves the states of eager."""
     saved = {}
@@ -175,9 +176,8 @@ def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: P
     }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(Kind("pack-quantized", 8, 32), marks=pytest.mark.long), Kind("gptq", 8, 64)], ids=str
-)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [Kind("pack-quantized", 8, 32), Kind("gptq", 8, 64)], ids=str)
 def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
     """Logprobs of a checkpoint with 8-bit weights in groups are eager's, except in rows with a tie.
 

@@ -46,7 +46,7 @@ def logprobs_of(run: Run) -> list[dict[int, float]]:
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param(mode, marks=pytest.mark.long) if mode in ("ngram", "draft") else mode for mode in MODES]
+    "mode", [mode if mode == "eagle3" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
 )
 def test_batches_with_constraints(engine: Callable[..., Path], cuda: CudaRuntime, wanted: Run, mode: str) -> None:
     """Packed in a tight cache, ids and logprobs of 60 mixed requests are eager's. CUDA graphs run them."""

@@ -44,7 +44,7 @@ from trtspec.interop.reading import read_speculative_config
 CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
 CHECK_KERNELS = tensorrt_compile.check_kernels
 KERNELS = {"SpecAttention-fp32-d8-g2", "ProcessLogitsConstrained", "SpecSample"}
-BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode == "draft" else mode for mode in MODES]
+BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode in ("ngram", "draft") else mode for mode in MODES]
 MODE_KERNELS = {
     "draft": {*KERNELS, "ProcessLogits"},  # the draft's logits have no constraints
     "eagle3": {*KERNELS, "ProcessLogits", "SpecSampleVocab", "SpecAccept"},
@@ -76,8 +76,8 @@ def test_what_is_asked_for_is_what_is_written_down(
 @pytest.mark.parametrize(
     ("mode", "schedule"),
     [
-        *((mode, False) for mode in MODES if mode != "draft"),
-        pytest.param("draft", False, marks=pytest.mark.long),
+        *((mode, False) for mode in ("none", "eagle3")),
+        *(pytest.param(mode, False, marks=pytest.mark.long) for mode in ("ngram", "draft")),
         *(pytest.param(mode, True, marks=pytest.mark.long) for mode in ("eagle3", "eagle3_two_engine")),
     ],
 )
@@ -182,6 +182,7 @@ def test_generations_have_a_profile_of_their_own(engine: Callable[..., Path]) ->
     assert plan._profile(shapes) == tensorrt.MIXED
 
 
+@pytest.mark.long
 def test_sequences_may_be_as_long_as_a_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
     """Sequences may be as long as the plan allows. The engine made its block tables wider, to leave room for growth."""
     config = replace(CONFIG, max_seq_len=40)
@@ -242,6 +243,7 @@ def test_a_plan_that_tensorrt_cannot_read_is_named(engine: Callable[..., Path], 
         LLM(folder, **TIGHT)
 
 
+@pytest.mark.long
 def test_plans_may_be_built_for_later_versions(
     trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def acceptance(folder: Path, spec: dict[str, Any]) -> tuple[SpeculationStats, li
     return found, [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.mark.long
 def test_a_trained_head_beats_an_untrained_one_and_ngram(folder: Path, tmp_path: Path) -> None:
     trained, fresh = tmp_path / "trained", tmp_path / "fresh"
     assert main(arguments(folder, trained, "--steps", "220", "--held-out", str(folder / "held_out.npy"))) == 0

@@ -73,7 +73,10 @@ def checkpoint(folder: Path, layers: int, quantised: bool) -> Path:
 
 
 @pytest.mark.skipif(not PEAK.exists(), reason="needs Linux's /proc/self/clear_refs to measure a peak")
-@pytest.mark.parametrize(("layers", "quantised"), [(24, False), (96, True)], ids=["bf16", "int4"])
+@pytest.mark.parametrize(
+    ("layers", "quantised"),
+    [pytest.param(24, False, id="bf16", marks=pytest.mark.long), pytest.param(96, True, id="int4")],
+)
 def test_peak_is_little_more_than_the_weights(tmp_path: Path, layers: int, quantised: bool) -> None:
     """The peak of loading 155 MB of weights is less than 1.35 times their size.
 

@@ -57,7 +57,7 @@ class Chosen(nn.Module):
 
 def compiled(module: nn.Module, example: tuple[Tensor, ...], file: Path) -> Path:
     program = torch.export.export(module, example, strict=False)
-    options = {"aot_inductor.package_constants_in_so": False}
+    options = {"aot_inductor.package_constants_in_so": False, "aot_inductor.precompile_headers": False}
     return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options))
 
 

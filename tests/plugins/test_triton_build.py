@@ -142,6 +142,7 @@ def test_the_interpreter_and_a_missing_triton_are_refused(
     assert "pip install 'trtspec[triton]'" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_the_script_prints_a_line_for_each_kernel_and_architecture() -> None:
     script = [sys.executable, str(ROOT / "build_scripts/build_plugins.py"), "--target", "triton"]
     command = [*script, "--arch", "sm_80", "sm_120a", "--kernels", "spec_accept"]

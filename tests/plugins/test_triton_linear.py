@@ -109,7 +109,7 @@ def check(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool) -> None
     assert ((out.double() - exact).abs() <= roundings * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
 
 
-@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 @given(
     layout=st.sampled_from(LAYOUTS),
     configuration=st.sampled_from(CONFIGURATIONS),
@@ -224,18 +224,17 @@ def test_counters_are_zero_after_a_launch() -> None:
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
-def test_a_number_of_poison_harms_its_row_alone(layout: str, configuration: str, poison: float) -> None:
+def test_a_number_of_poison_harms_its_row_alone(layout: str, configuration: str) -> None:
     layer = Layer(layout, torch.float32, 33, 256)
     x = random_rows(torch.float32, 20, 256)
     with configured(configuration):
         clean = layer(x)
-        x[4, 77] = poison
+        x[4, 77], x[9, 0], x[14, 255] = float("nan"), float("inf"), float("-inf")
         out = layer(x)
-    others = torch.arange(20) != 4
+    others = [row for row in range(20) if row not in (4, 9, 14)]
     assert torch.equal(out[others], clean[others])
-    held = layout == "fp8-static" and poison == poison  # infinities are clamped to 448 steps
-    assert held or not out[4].isfinite().any()
+    poisoned = out[[4]] if layout == "fp8-static" else out[[4, 9, 14]]  # infinities are clamped to 448 steps there
+    assert not poisoned.isfinite().any()
     if layout in ("int8", *GROUPS):
         torch.testing.assert_close(out, layer.reference(x), rtol=0, atol=0, equal_nan=True)
 

@@ -285,6 +285,7 @@ def test_tokens_find_their_text(view: View, events: list[dict[str, Any]], tokens
     assert view.page.locator(".output img, .output b").count() == 0
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_is_said_to_have(open_view: Callable[..., View], model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "log", EAGLE3, LIMITS) as server:
         view = open_view(server)

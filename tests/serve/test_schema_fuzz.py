@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.serve.server import NGRAM, Server, running
 
 EXAMPLES = os.environ.get("TRTSPEC_FUZZ_EXAMPLES")
 """Number of examples per endpoint, next to schemathesis's cases for every bound; if unset, only some random ones."""
 
 
+@pytest.mark.long
 def test_no_request_is_answered_with_a_servers_error(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "log", NGRAM, ["--max-seq-len", "48"]) as server:
         run = fuzz(server, tmp_path)

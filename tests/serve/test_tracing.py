@@ -206,6 +206,7 @@ def test_a_server_sends_its_spans(model: Path, tmp_path: Path, monkeypatch: pyte
     assert b"secret" not in sent.SerializeToString()
 
 
+@pytest.mark.long
 def test_a_collector_that_is_gone_holds_up_nobody(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ADDRESSES[0], "http://127.0.0.1:9")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
