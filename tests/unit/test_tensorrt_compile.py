@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from trtspec_plugins.triton.launch import LOGITS_STEP
 
 from tests.e2e.conformance import LIMITS, K, make_models, wishes
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
@@ -20,7 +21,7 @@ from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.compiled import CompiledStep
 from trtspec.backends.onnx.export import DOMAIN
-from trtspec.backends.sizes import Sizes
+from trtspec.backends.sizes import LOGITS_DEPTH, Sizes
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.compile import (
     _needs,
@@ -91,6 +92,10 @@ def test_what_is_asked_for_is_what_is_written_down(
     assert len(caches) == 2 * len(made.kv)
     assert network._aliases() == {f"new_{name}": name for name in caches}  # through chains of draft steps, too
     assert_golden(f"{mode}, {role}", f"tensorrt_{mode}_{role}{'_native' * native}.txt", *FakeBuilder._built)
+
+
+def test_logits_that_the_core_gives_to_the_plugin_fit_its_kernel() -> None:
+    assert LOGITS_DEPTH % LOGITS_STEP == 0
 
 
 def test_what_is_asked_for_of_an_fp8_checkpoint(models: Path, tmp_path: Path) -> None:
