@@ -320,6 +320,7 @@ def test_without_a_compiler_it_works_and_says_so(warm: Warm, tmp_path: Path) -> 
     assert "install g++ (apt install g++) or set CXX" in refused.said["message"]
 
 
+@pytest.mark.long
 def test_a_full_disk_leaves_nothing_and_is_said(warm: Warm, small_disk: Path) -> None:
     both = [start(warm.model, small_disk / "cache", options) for options in ({}, {"backend": "aoti"})]
     eager, refused = map(ended, both)

@@ -172,6 +172,7 @@ def test_a_step_is_what_its_network_computes(
     assert output.is_dir()
 
 
+@pytest.mark.long
 def test_stripped_plans_get_fp8_weights_next_to_them(
     trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_full_disk_costs_no_shard_and_no_text(
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_a_real_write_that_fails(model: Path, tmp_path: Path) -> None:
     """A write that really fails loses no shard. A limit on file sizes stands for the full disk.
 

@@ -164,7 +164,8 @@ def test_threads_do_not_spin_between_steps(engine: Callable[[str], Path]) -> Non
     packed(llm)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("int8", marks=pytest.mark.long), "int4"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantised_weights_lose_nothing_to_speculation(models: Path, tmp_path: Path, kind: str) -> None:
     config = EngineConfig(backend="onnx", quantization=kind, **LIMITS)
     build_engine(models / "target", tmp_path / "none", None, config)

@@ -97,9 +97,8 @@ def test_batches_of_every_kind(
     assert len(cuda.blocks) == before
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("none", marks=pytest.mark.long), "ngram", pytest.param("draft", marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
 def test_attention_of_tensorrts_own(
     trt: TensorRT, plain: list[Outcome], models: Path, tmp_path: Path, mode: str
 ) -> None:

@@ -249,6 +249,7 @@ def test_a_folder_that_graphs_cannot_be_loaded_from_is_named(
         load_graph(package, {}, [])
 
 
+@pytest.mark.long
 def test_a_graph_that_calls_ops_by_the_dispatcher_is_for_torch_s_loader(package: Path, tmp_path: Path) -> None:
     example = (torch.randn(ROWS, SIZE), torch.randn(SIZE), torch.zeros(ROWS, SIZE))
     normed = compiled(Normed(), example, tmp_path / "normed.pt2")

@@ -188,7 +188,7 @@ def test_chunks_double_in_size_after_every_16(length: int, count: int) -> None:
 # --- a row's bits are its own -----------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(ragged())
 def test_both_forms_give_the_same_bits(arguments: Arguments) -> None:
     """Both forms return the same bits.

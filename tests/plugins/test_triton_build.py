@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = [
     (name, "sm_90a")
     for name in LAUNCHES
-    if name.endswith(("-g4", "-tree", "-bf16", "-fp8", "-int8", "process_logits", "-own-ids", "accept", "-l4"))
+    if name.endswith(("-tree", "-bf16", "-fp8", "-int8", "process_logits", "-own-ids", "accept", "-l4"))
     and "fp32" not in name
 ]
 REST = [

@@ -109,7 +109,7 @@ def check(layer: Layer, x: Tensor, bias: Tensor | None, float_out: bool) -> None
     assert ((out.double() - exact).abs() <= roundings * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
 
 
-@settings(max_examples=40, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
+@settings(max_examples=30, deadline=None, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes
 @given(
     layout=st.sampled_from(LAYOUTS),
     configuration=st.sampled_from(CONFIGURATIONS),

@@ -64,7 +64,7 @@ def test_a_mask_of_rows_without_words_is_no_mask(form: Callable[..., Tensor]) ->
 GROUPS = st.sets(st.sampled_from(["ban_ids", "temperatures", "top_ks", "top_ps", "min_ps"]), max_size=2)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(awkward(), GROUPS, st.integers(1, 4), st.integers(0, 99))
 def test_rows_have_the_same_bits_however_they_are_split(
     arguments: dict[str, Tensor], without: set[str], parts: int, seed: int

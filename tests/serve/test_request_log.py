@@ -149,6 +149,7 @@ def test_paths_and_ids_forge_nothing(logging_server: Server) -> None:
     assert "forged" not in logging_server.log.read_text()
 
 
+@pytest.mark.long
 def test_the_life_of_the_engine_is_in_the_log(model: Path, tmp_path: Path) -> None:
     with running(model, tmp_path / "log", None, ["--log-format", "json"]) as server:
         first = server.engine_pid

@@ -49,7 +49,8 @@ def test_a_poisoned_request_fails_alone(poisoned: Path, tmp_path: Path) -> None:
         server.wait_idle()
 
 
-@pytest.mark.parametrize("second_signal", [True, pytest.param(False, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("second_signal", [True, False])
 def test_streams_that_outlast_the_drain_are_ended(model: Path, tmp_path: Path, second_signal: bool) -> None:
     options = ["--drain", "600" if second_signal else "1"]
     body = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True}

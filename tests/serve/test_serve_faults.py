@@ -170,6 +170,7 @@ def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None
     assert json.loads(error)["error"]["code"] == "body_timeout"
 
 
+@pytest.mark.long
 def test_an_engine_that_hangs_is_killed(impatient: Server) -> None:
     first = impatient.engine_pid
     url = f"{impatient.url}/v1/completions"

@@ -50,7 +50,7 @@ def compile_twice(compiler: Path, folder: Path) -> None:
     [
         ("*trtspec-*.cpp*", "echo this is no language of mine >&2; exit 1", "this is no language of mine"),
         ("*trtspec-*.cpp*", "exit 3", "exit status 3"),
-        ("*-shared*", "exit 4", "exit status 4"),
+        pytest.param("*-shared*", "exit 4", "exit status 4", marks=pytest.mark.long),
         ("*.weights.S*", "echo there is no assembler >&2; exit 1", "there is no assembler"),
     ],
 )

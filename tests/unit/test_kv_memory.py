@@ -95,7 +95,7 @@ print(faults())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_freed_memory_is_kept_unless_the_environment_says_otherwise() -> None:
     """64 times 24 MB are 393,216 pages of 4 KB. They fault once, or every time if the environment says so."""
     if platform.libc_ver()[0] != "glibc":
