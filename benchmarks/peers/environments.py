@@ -43,6 +43,7 @@ RECIPES = {
                 "einops",
                 "diffusers==0.37.1",
             ),
+            ("uninstall", "-y", "torchvision"),  # of another build of torch, and not needed
         )
     ),
     "llama": Recipe(
