@@ -46,9 +46,19 @@ class Watching(SpecWorker):
         self.rows: list[Tensor] = []  # y [B, H] of each pass
         self.scores: list[Tensor] = []  # logits [B, Vd] of each pass
 
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+    def first_pass(
+        self,
+        next_ids: Tensor,
+        captured: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         self.first = super().first_pass(next_ids, captured, positions, attend)
-        return self.first
+        drafting = super().first_pass(next_ids, captured, positions, attend, rows)
+        assert rows is not None
+        assert torch.equal(drafting, self.first[rows])  # its bits are those of a pass that returns all rows
+        return drafting
 
     def draft_logits(self, step: int, hidden: Tensor) -> Tensor:
         self.rows.append(hidden)

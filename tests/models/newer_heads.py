@@ -81,12 +81,20 @@ class Assistant(DraftHead):
         randomize(self)
         self.embedding, self.rotary = target.embedding, target.rotary
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         x = self.pre_projection(torch.cat((self.embedding(input_ids) * h.shape[1] ** 0.5, h), dim=-1))
         cos, sin = self.rotary(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, attend)
-        return self.norm(x)
+        return self.norm(x if rows is None else x[rows])
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return self.softcap * torch.tanh(self.lm_head(y) / self.softcap)
@@ -123,9 +131,9 @@ class GatedAttention(Attention):
         super().__init__(spec.layer, layer)
         self.gate = Linear(spec.layer.hidden_size, spec.layer.num_heads, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
         share = (1 / (1 + torch.exp(-self.gate(x))))[..., None]  # [T, Hq, 1]
-        return super().forward(x, cos, sin, lambda *args: attend(*args) * share)
+        return super().forward(x, cos, sin, lambda *args: attend(*args) * share, rows)
 
 
 class StepModule(MtpModule):

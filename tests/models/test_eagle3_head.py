@@ -18,7 +18,7 @@ from tests.models import eagle3_heads
 from tests.models.built_heads import head_of
 from tests.models.eagle3_heads import EAGLE3, LAYERS, SOME_IDS, Tensors, build_step, eagle_step
 from tests.models.head_session import assert_close, states
-from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper
+from tests.models.paper_heads import VOCAB, K, PaperHead, assert_every_pass_is_that_of_the_paper, session_of
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
 from trtspec.config.checkpoint.model import ModelConfig
@@ -117,6 +117,29 @@ def test_every_pass_is_that_of_the_paper(tmp_path: Path, name: str) -> None:
         lambda theirs: PaperEagle3(head, theirs),
         variant.capture,
     )
+
+
+@pytest.mark.parametrize("capture", [(0, 3, 6), (0, 3, LAYERS - 1)])
+def test_last_layers_run_their_mlp_on_the_rows_that_are_read(
+    tmp_path: Path, deep: Path, capture: tuple[int, ...]
+) -> None:
+    """A captured last layer is read at all rows."""
+    folder, runs = make_eagle3(tmp_path, deep, capture), dict[str, list[int]]()
+    session = session_of(
+        deep, lambda decoder: head_of("eagle3", folder, decoder, num_captured=3), capture, [[5] * 9, [7] * 4]
+    )
+    layers, worker = session.step.decoder.layers, session.worker
+    watched = {"before": layers[-2], "last": layers[-1], "head": worker.head.midlayer}
+    for name, layer in watched.items():
+        layer.mlp.register_forward_hook(
+            lambda _, inputs, __, name=name: runs.setdefault(name, []).append(len(inputs[0]))
+        )
+    for drafts, T, R in (([], 13, 2), ([9, 9, 9], 8, 8)):
+        runs.clear()
+        session.launch([drafts] * 2)
+        last = T if capture[-1] == LAYERS - 1 else R
+        # The head's first run returns all rows, for comparison; that of the step and later passes one of each request.
+        assert runs == {"before": [T], "last": [last], "head": [T, *[2] * K]}
 
 
 # -- choice of hidden states ---------------------------------------------------------------------------------------

@@ -150,8 +150,16 @@ def test_modules_of_two_kv_groups(decoder: Decoder, theirs: transformers.PreTrai
 class Halved(StepHead):
     """A head that returns half of the next module's and its lm_head's input; halving is exact in floating point."""
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
-        return super().forward(input_ids, h, positions, attend, step) / 2
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        return super().forward(input_ids, h, positions, attend, step, rows) / 2
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return super().logits(y * 2, step)

@@ -30,7 +30,7 @@ from trtspec.models.attention import as_ops
 META = torch.device("meta")
 OF_A_LAYER = 11
 """Two norms, four linears, rotated heads, attention of short sequences, a gated unit, two sums."""
-OUTSIDE = 37
+OUTSIDE = 36
 """Metadata, the embedding, angles, the last norm, logits, filters, a draw."""
 
 

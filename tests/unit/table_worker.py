@@ -49,7 +49,15 @@ class TableHead(DraftHead):
         super().__init__(VOCAB, len(target_ids))
         self.set_vocabulary(target_ids)
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
@@ -68,11 +76,18 @@ class Tables(SpecWorker):
         self.calls: list[Call] = []
         self.places: list[Tensor] = []  # index of the token that each pass guesses, [B]
 
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        rows = torch.arange(len(next_ids))[:, None]  # index of each row, appended to its logits
-        answer = torch.cat((self.table[next_ids], rows), dim=1)
+    def first_pass(
+        self,
+        next_ids: Tensor,
+        captured: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        indices = torch.arange(len(next_ids))[:, None]  # of each row, appended to its logits
+        answer = torch.cat((self.table[next_ids], indices), dim=1)
         self.calls.append(Call(0, next_ids, None, positions, answer, attend.attn.kv_lens))
-        return answer
+        return answer if rows is None else answer[rows]
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         answer = torch.cat((self.table[tokens], hidden[:, -1:]), dim=1)

@@ -33,7 +33,15 @@ class Watched(DraftHead):
         super().__init__(VOCAB)
         self.passes: list[Pass] = []
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(attend, PagedAttend)
         assert len(self.passes) == step
         attn = attend.attn
@@ -43,7 +51,8 @@ class Watched(DraftHead):
         for owner, position, token in zip(owners, positions.tolist(), input_ids.tolist(), strict=True):
             tokens[owner][position] = token
         self.passes.append(Pass(tokens, attn.kv_lens.tolist()))
-        return torch.nn.functional.one_hot((input_ids + 1) % VOCAB, VOCAB).float()
+        drafting = input_ids if rows is None else input_ids[rows]
+        return torch.nn.functional.one_hot((drafting + 1) % VOCAB, VOCAB).float()
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return y

@@ -38,7 +38,15 @@ class Watched(DraftHead):
         self.rows: list[dict[int, Row]] = []  # of each request, by position
         self.kv_lens: list[int] = []
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         assert isinstance(attend, PagedAttend)
         assert not self.rows  # one pass
         attn = attend.attn
@@ -47,7 +55,7 @@ class Watched(DraftHead):
         owners, states = attn.requests(len(input_ids)).tolist(), h[:, 0].tolist() if len(h) == len(input_ids) else None
         for i, (owner, position, token) in enumerate(zip(owners, positions.tolist(), input_ids.tolist(), strict=True)):
             self.rows[owner][position] = Row(token, states[i] if states else 0.0)
-        return positions[:, None].float()
+        return (positions if rows is None else positions[rows])[:, None].float()
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         return torch.nn.functional.one_hot(y[:, 0].long() % VOCAB, VOCAB).float()

@@ -59,10 +59,19 @@ class DraftHead(nn.Module, ABC):
         return captured
 
     @abstractmethod
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: PagedAttend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run pass `step` and return its output y [T, W], which `logits` and `feedback` read.
 
-        input_ids: [T], the token after each row. h: [T, H]. positions: [T].
+        input_ids: [T], the token after each row. h: [T, H]. positions: [T]. rows: [R], the rows to return, [R, W];
+        None = all. KV of all rows is appended.
         """
 
     @abstractmethod

@@ -21,6 +21,11 @@ GATE_UP = "gate and up of an MLP"
 """Name of these tensors in Step.row_widths."""
 
 
+def sampled_rows(inputs: StepInputs) -> Tensor | None:
+    """Return the rows that a target or a draft model samples at, [R] int64; None = all, in a graph of generations."""
+    return None if inputs.attn.width == inputs.spec.runtime_draft_len + 1 else inputs.spec.gather_ids
+
+
 class Step(nn.Module, ABC):
     """A module that one launch runs, with the properties that describe it.
 
@@ -118,8 +123,9 @@ class DecodeStep(Step):
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Run the rows and sample at the R rows inputs.spec.gather_ids."""
         attend = self.attend(inputs.attn, kv)
-        hidden = self.decoder(inputs.input_ids, inputs.attn.positions(inputs.input_ids.shape[0]), attend)  # [T, H]
-        logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
+        positions = inputs.attn.positions(inputs.input_ids.shape[0])
+        hidden = self.decoder(inputs.input_ids, positions, attend, sampled_rows(inputs))  # [R, H]
+        logits = self.decoder.logits(hidden)  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints), logits=logits)
 
     @property
@@ -171,8 +177,9 @@ class CaptureStep(DecodeStep):
         """Run the rows, sample as DecodeStep does, and return the captured states."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
-        logits = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
+        rows = sampled_rows(inputs)
+        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers, rows)
+        logits = self.decoder.logits(hidden)  # [R, V] fp32
         tokens = draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints)
         return StepOutputs(tokens, hidden_states=captured, logits=logits)
 
@@ -212,8 +219,9 @@ class OneEngineStep(DecodeStep):
         """Verify the drafts in `inputs` and make inputs.spec.next_draft_len new ones for every request."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers)
-        logits: Tensor = self.decoder.logits(hidden[inputs.spec.gather_ids])  # [R, V] fp32
+        rows = sampled_rows(inputs)
+        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers, rows)
+        logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
         return replace(outputs, logits=logits)
 
@@ -273,8 +281,9 @@ class HeadStep(Step):
         attn, spec = inputs.attn, inputs.spec
         assert inputs.hidden_states is not None
         attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])
-        hidden = self.worker.first_pass(inputs.input_ids, inputs.hidden_states, positions, attend)  # [T, H]
         one = torch.ones_like(spec.next_prompt_token)  # [B]
+        rows = self.worker.drafting_rows(one, attn, spec)  # [B]
+        hidden = self.worker.first_pass(inputs.input_ids, inputs.hidden_states, positions, attend, rows)  # [B, H]
         drafts, draft_lens = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K], [B]
         return StepOutputs(one, proposal=Proposal(drafts, draft_lens))
 

@@ -67,12 +67,19 @@ class SpecWorker(nn.Module):
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """Run the first pass over all T rows and return its output [T, H].
+    def first_pass(
+        self,
+        next_ids: Tensor,
+        captured: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run the first pass over all T rows and return its output at `rows` [R], [R, H]; None = at all rows.
 
         next_ids: [T], the token after each row. captured: [T, n * Ht], the target's captured states. positions: [T].
         """
-        return self.head(next_ids, self.head.fuse(captured), positions, attend)  # type: ignore[no-any-return]
+        return self.head(next_ids, self.head.fuse(captured), positions, attend, rows=rows)  # type: ignore[no-any-return]
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         """Run pass `step` (1..K'-1) over one row per request and return its output [B, H].
@@ -129,17 +136,28 @@ class SpecWorker(nn.Module):
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """Run the first draft pass, after acceptance; return its output and the rows that it covers.
+        """Run the first draft pass, after acceptance.
 
         It runs over all rows, those of rejected drafts too: attention is causal, so the last row that is kept is right.
+        Returned are its output at the `drafting_rows`, and the rows that it covers.
+
         accepted: [B, K+1], the emitted tokens, -1 past `counts`. counts: [B], their number: accepted drafts + 1.
         """
-        ids = self.prepare_context_input_ids(inputs.input_ids, accepted, inputs.attn, inputs.spec)
-        return self.first_pass(ids, captured, inputs.attn.positions(ids.shape[0]), attend), inputs.attn
+        attn = inputs.attn
+        ids = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, inputs.spec)
+        rows = self.drafting_rows(counts, attn, inputs.spec)
+        return self.first_pass(ids, captured, attn.positions(ids.shape[0]), attend, rows), attn
+
+    def drafting_rows(self, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
+        """Return the row of the first pass from which each request drafts: the last one that is kept, [B] int64.
+
+        counts: [B], number of new tokens of each request. attn: the rows of the pass.
+        """
+        return attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + (counts - 1).clamp(min=0)
 
     def draft(
         self,
-        hidden: Tensor,  # [T, H] of the first pass; T: its number of rows
+        hidden: Tensor,  # [B, H] of the first pass, at its `drafting_rows`
         counts: Tensor,  # [B] number of new tokens of each request
         kv_lens: Tensor,  # [B] int32, KV length up to the last row that is kept
         attn: AttnMetadata,  # rows of the first pass
@@ -149,11 +167,9 @@ class SpecWorker(nn.Module):
         """Return the drafts for the next step, [B, K'] int64, and the number to verify per request, [B] int32."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
-        taken = (counts - 1).clamp(min=0)
-        last = attn.cu_q_lens[1:].long() - 1 - spec.draft_lens + taken  # [B] last row of `hidden` that is kept
         sampling = self.draft_sampling(counts, spec)
         kept = replace(attn, kv_lens=kv_lens)
-        drafts = self.draft_from(hidden[last], kept, sampling, spec.next_draft_len, attend)
+        drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend)
         return drafts, self.draft_lens(drafts, hidden, spec)
 
     def no_drafts(self, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
@@ -164,7 +180,7 @@ class SpecWorker(nn.Module):
         """Return the number of drafts of each request that are worth verifying, 0..K', [B] int32.
 
         By default all of them are; a subclass may return fewer. The result changes no token. drafts: [B, K'] int64,
-        made from hidden [T, H] as in `draft`.
+        made from `hidden` as in `draft`.
         """
         return torch.full_like(spec.draft_lens, spec.next_draft_len)
 

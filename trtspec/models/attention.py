@@ -134,8 +134,10 @@ class Attention(nn.Module):
         q, k, v = torch.split(qkv, self.sizes, dim=1)
         return *(rotate_heads if self.is_op else rotate_heads_inline)(self.q_norm(q), self.k_norm(k), cos, sin), v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return self.o(attend(self.layer, *self.heads(x, cos, sin)).flatten(1))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Attend with all T rows; return the output [T, H], or that of `rows` [R] alone, [R, H]."""
+        attended = attend(self.layer, *self.heads(x, cos, sin)).flatten(1)  # [T, Hq * D]
+        return self.o(attended if rows is None else attended[rows])  # type: ignore[no-any-return]
 
 
 def as_ops(model: nn.Module) -> None:

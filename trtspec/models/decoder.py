@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -26,9 +26,27 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = GatedMLP(spec)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Append KV of all T rows; return the output [T, H], or that of `rows` [R] alone, [R, H]."""
+        attended = self.attention(self.attention_norm(x), cos, sin, attend, rows)
+        x = (x if rows is None else x[rows]) + attended
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
+
+
+def run_layers(
+    layers: Iterable[nn.Module], x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
+) -> list[Tensor]:
+    """Run decoder layers on x [T, H]; return the output of each.
+
+    rows: [R], the rows whose last output is read; None = all. The last layer's output projection and MLP leave the
+    others out, as later layers alone would read them.
+    """
+    streams: list[Tensor] = []
+    *before, last = layers
+    for layer in before:
+        x = layer(x, cos, sin, attend)
+        streams.append(x)
+    return [*streams, last(x, cos, sin, attend, rows)]
 
 
 class Decoder(nn.Module):
@@ -50,27 +68,33 @@ class Decoder(nn.Module):
         if spec.tie_word_embeddings:
             self.head.weight = cast(nn.Parameter, self.embedding.weight)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states [T, H] after the last norm, from input_ids [T] and positions in the sequence [T] int64."""
-        return self.capture(input_ids, positions, attend, ())[0]
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        """Hidden states [T, H] after the last norm, from input_ids [T] and positions in the sequence [T] int64.
+
+        rows: [R], the rows to return, [R, H]; None = all.
+        """
+        return self.capture(input_ids, positions, attend, (), rows)[0]
 
     def capture(
-        self, input_ids: Tensor, positions: Tensor, attend: Attend, layers: Sequence[int]
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        layers: Sequence[int],
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what `forward` returns, and the residual stream after each of `layers`.
+        """Return what `forward` returns, and the residual stream of all rows after each of `layers`.
 
         The streams lie next to each other in one tensor [T, len(layers) * H]. Layer -1 stands for the hidden states
         after the last norm.
         """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        streams = []
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-            streams.append(x)
-        x = self.norm(x)
-        streams.append(x)
-        return x, torch.cat([streams[i] for i in layers], dim=-1) if layers else x[:, :0]
+        whole = any(layer in (-1, len(self.layers) - 1) for layer in layers)  # all rows of the last layer are read
+        streams = run_layers(self.layers, x, cos, sin, attend, None if whole else rows)
+        streams.append(self.norm(streams[-1]))
+        captured = torch.cat([streams[i] for i in layers], dim=-1) if layers else x[:, :0]
+        return streams[-1][rows] if whole and rows is not None else streams[-1], captured
 
     @property
     def weight_bytes_per_step(self) -> int:

@@ -129,8 +129,9 @@ class _Given(nn.Module):
 
     stream: Tensor | None = None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        return x if self.stream is None else self.stream
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None) -> Tensor:
+        stream = x if self.stream is None else self.stream
+        return stream if rows is None else stream[rows]
 
 
 class _Layers(nn.Module):

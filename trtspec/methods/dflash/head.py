@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import Attend
-from trtspec.models.decoder import DecoderLayer
+from trtspec.models.decoder import DecoderLayer, run_layers
 from trtspec.models.layers import Linear, RMSNorm, RotaryTable, weight_bytes
 from trtspec.models.specs import DecoderSpec
 
@@ -86,16 +86,22 @@ class DFlashHead(DraftHead):
             assert isinstance(layer, DecoderLayer)
             attend(layer.attention.layer, *layer.attention.heads(c, cos, sin))
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return y [n, H] of the rows of blocks; input_ids [n] is the token *of* each row, positions [n].
 
         h is not read. `attend` must let the rows of a block see each other.
         """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return x  # type: ignore[no-any-return]
+        return run_layers(self.layers, x, cos, sin, attend, rows)[-1]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Logits [R, Vd] fp32 of y [R, H]; the last norm is applied first."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, StepInputs
 from trtspec.methods.dflash.head import DFlashHead
 from trtspec.methods.parallel.worker import MaskWorker
 from trtspec.models.attention import PagedAttend
@@ -74,10 +74,6 @@ class DFlashWorker(MaskWorker):
         block = block_rows(attn, kept, width, attend.tables(layer), attend.block_size(layer))
         y = self.head(ids.flatten(), last, block.positions(ids.numel()), attend.at(block))  # [B * width, H]
         return y.view(spec.batch_size, width, -1), block
-
-    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """Return all rows of `hidden`: the mask rows."""
-        return hidden
 
 
 def block_rows(attn: AttnMetadata, kept: Tensor, width: int, tables: Tensor, block_size: int) -> AttnMetadata:

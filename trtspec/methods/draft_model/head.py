@@ -28,13 +28,21 @@ class DecoderHead(DraftHead):
         self.decoder = decoder
         self.first_layer = first_layer
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return y [T, H], the decoder's states of input_ids [T], the token *of* each row; h is not read."""
 
         def attend_own_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.first_layer + layer, q, k, v)
 
-        return self.decoder(input_ids, positions, attend_own_layer)  # type: ignore[no-any-return]
+        return self.decoder(input_ids, positions, attend_own_layer, rows)  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Logits [R, V] fp32 of y [R, H]."""

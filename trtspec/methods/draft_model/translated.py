@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
-from trtspec.methods.step import DecodeStep
+from trtspec.methods.step import DecodeStep, sampled_rows
 from trtspec.methods.worker import draw_drafts
 from trtspec.models.decoder import Decoder
 from trtspec.text.vocabulary import VocabularyMap
@@ -45,8 +45,8 @@ class TranslatedStep(DecodeStep):
         """Draw one of the common tokens at each of the R rows inputs.spec.gather_ids; ids are the target's."""
         attend = self.attend(inputs.attn, kv)
         positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend)  # [T, H]
-        logits = self.decoder.logits(hidden[inputs.spec.gather_ids]).index_select(1, self.columns)  # [R, n] fp32
+        hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend, sampled_rows(inputs))  # [R, H]
+        logits = self.decoder.logits(hidden).index_select(1, self.columns)  # [R, n] fp32
         return StepOutputs(draw_drafts(logits, inputs.spec.sampling, self.target_ids, self.places))
 
     @property

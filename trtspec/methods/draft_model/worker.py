@@ -25,7 +25,7 @@ class DraftModelWorker(SpecWorker):
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """Run the first pass over T + B rows -> its output [T + B, H], and these rows."""
+        """Run the first pass over T + B rows; return its output [B, H] at the drafting rows, and all these rows."""
         attn, T, B = inputs.attn, inputs.input_ids.shape[0], inputs.attn.batch_size
         rows = attn.widen(1)
         request = rows.requests(T + B)  # [T + B]
@@ -36,4 +36,5 @@ class DraftModelWorker(SpecWorker):
         after = self.prepare_context_input_ids(inputs.input_ids, accepted, attn, inputs.spec)  # [T]
         both = torch.cat((inputs.input_ids, after))  # [2 T]
         ids = both[torch.where(is_first, same, same + T - 1)]  # its own token, or the token after the row before
-        return self.first_pass(ids, captured, rows.positions(T + B), attend.at(rows)), rows
+        last = self.drafting_rows(counts, rows, inputs.spec)
+        return self.first_pass(ids, captured, rows.positions(T + B), attend.at(rows), last), rows

@@ -60,9 +60,17 @@ class DSparkHead(DFlashHead):
         if spec.confidence:
             self.confidence = Linear(H + R * spec.confidence_reads_markov, 1, bias=True, float_out=True)
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return h [n, H] of the rows of blocks, after the last norm; arguments as for DFlashHead.forward."""
-        return self.norm(super().forward(input_ids, h, positions, attend, step))  # type: ignore[no-any-return]
+        return self.norm(super().forward(input_ids, h, positions, attend, step, rows))  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Logits U [R, Vd] fp32 of y [R, H], without a bias."""

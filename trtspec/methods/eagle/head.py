@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import Attend
-from trtspec.models.decoder import DecoderLayer
+from trtspec.models.decoder import DecoderLayer, run_layers
 from trtspec.models.layers import Linear, RotaryTable, _unloaded, weight_bytes
 from trtspec.models.specs import DecoderSpec
 
@@ -66,13 +66,19 @@ class EagleHead(DraftHead):
         if not self.spec.own_head:
             self.head = head
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run fc and all layers, with the arguments of DraftHead; y is the last layer's output."""
         x = self.fc(torch.cat((self.embedding(input_ids), h), dim=-1))  # [T, H]
         cos, sin = self.rotary(positions, x.dtype)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
-        return x  # type: ignore[no-any-return]
+        return run_layers(self.layers, x, cos, sin, attend, rows)[-1]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Return the lm_head's logits for y."""

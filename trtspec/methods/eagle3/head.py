@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from trtspec.methods.head import DraftHead
 from trtspec.models.attention import Attend, Attention
-from trtspec.models.decoder import DecoderLayer
+from trtspec.models.decoder import DecoderLayer, run_layers
 from trtspec.models.layers import GatedMLP, Linear, RMSNorm, RotaryTable, _unloaded, weight_bytes
 from trtspec.models.specs import DecoderSpec
 
@@ -62,10 +62,14 @@ class Eagle3Layer(nn.Module):
         self.mlp_norm = RMSNorm(H, eps)
         self.mlp = GatedMLP(spec.layer)
 
-    def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """Append KV of all T rows; return the output [T, H], or that of `rows` [R] alone, [R, H]."""
         normed = self.hidden_norm(h)
         x = normed if self.norm_before_residual else h
-        x = x + self.attention(torch.cat((self.attention_norm(e), normed), dim=-1), cos, sin, attend)
+        attended = self.attention(torch.cat((self.attention_norm(e), normed), dim=-1), cos, sin, attend, rows)
+        x = (x if rows is None else x[rows]) + attended
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
@@ -117,16 +121,24 @@ class Eagle3Head(DraftHead):
             captured = torch.cat([norm(one) for norm, one in zip(self.fc_norm, states, strict=True)], dim=-1)
         return self.fc(captured)  # type: ignore[no-any-return]
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run all layers, with the arguments of DraftHead.
 
         y is the last layer's output, before the last norm unless norm_output.
         """
         e = self.embedding(input_ids)
         cos, sin = self.rotary(positions, e.dtype)
-        x: Tensor = self.midlayer(e, h, cos, sin, attend)
-        for layer in self.layers:
-            x = layer(x, cos, sin, attend)
+        x: Tensor = self.midlayer(e, h, cos, sin, attend, None if self.layers else rows)
+        if self.layers:
+            x = run_layers(self.layers, x, cos, sin, attend, rows)[-1]
         return self.norm(x) if self.spec.norm_output else x
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:

@@ -60,9 +60,17 @@ class MedusaHead(DraftHead):
         if not self.spec.num_lm_heads:
             self.heads = nn.ModuleList([head])
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Return h as it is, because every head reads the same state."""
-        return h
+        return h if rows is None else h[rows]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Return the logits of head `step` for y."""

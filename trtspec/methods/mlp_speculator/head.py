@@ -69,11 +69,7 @@ class ShiftedNorm(nn.Module):
 
 
 class MLPSpeculatorHead(DraftHead):
-    """A set of stages; pass i runs stage i.
-
-    Pass 0 runs over all rows of a step, although only the last row of each request is of use. This costs one small
-    linear, while the target runs all its layers.
-    """
+    """A set of stages; pass i runs stage i."""
 
     def __init__(self, spec: MLPSpeculatorSpec) -> None:
         super().__init__(spec.vocab_size)
@@ -86,11 +82,21 @@ class MLPSpeculatorHead(DraftHead):
         self.heads = nn.ModuleList(Linear(I, V, bias=False, float_out=True) for _ in stages)
         self.input_norm: nn.Module = RMSNorm(H, _EPS, 0.5**0.5) if spec.scale_input else nn.Identity()
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run stage `step`; y [T, I] is the new state.
 
         h: the state before, [T, H] in pass 0, then [T, I].
         """
+        if rows is not None:
+            input_ids, h = input_ids[rows], h[rows]
         state = h if step else self.input_norm(h)
         tokens = self._of(self.embeddings, step)(input_ids)  # [T, I]
         x = self._of(self.projs, step)(state) + self.spec.token_scale * tokens

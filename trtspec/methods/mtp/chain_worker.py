@@ -22,11 +22,20 @@ class MtpChainWorker(SpecWorker):
 
     head: MtpHead
 
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
+    def first_pass(
+        self,
+        next_ids: Tensor,
+        captured: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run module 0 over all rows, then write the rows' KV for the modules of later passes."""
+        if not self._later(0):
+            return super().first_pass(next_ids, captured, positions, attend, rows)
         y = super().first_pass(next_ids, captured, positions, attend)
         self._run_on(0, next_ids, y, positions, attend)
-        return y
+        return y if rows is None else y[rows]
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
         """Run pass `step`, then write its rows' KV for the modules of later passes."""

@@ -50,11 +50,13 @@ class MtpModule(nn.Module):
         self.norm = RMSNorm(H, eps)
         self.head = nn.Identity() if spec.family.head is None else Linear(H, V, bias=False, float_out=True)
 
-    def forward(self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        """Return the output [T, H] for e, h [T, H]; the lm_head and the next pass read it."""
+    def forward(
+        self, e: Tensor, h: Tensor, cos: Tensor, sin: Tensor, attend: Attend, rows: Tensor | None = None
+    ) -> Tensor:
+        """Return the output [T, H] for e, h [T, H], or that of `rows` [R]; the lm_head and the next pass read it."""
         e, h = self.token_norm(e), self.hidden_norm(h)
         x = self.projection(torch.cat((h, e) if self.hidden_first else (e, h), dim=-1))
-        return self.norm(self.layer(x, cos, sin, attend))  # type: ignore[no-any-return]
+        return self.norm(self.layer(x, cos, sin, attend, rows))  # type: ignore[no-any-return]
 
 
 class MtpHead(DraftHead):
@@ -80,13 +82,21 @@ class MtpHead(DraftHead):
         if self.spec.family.head is None:
             self.head = head
 
-    def forward(self, input_ids: Tensor, h: Tensor, positions: Tensor, attend: Attend, step: int = 0) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        h: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        step: int = 0,
+        rows: Tensor | None = None,
+    ) -> Tensor:
         """Run the module of pass `step`, with the arguments of DraftHead; y is normed already."""
         e = self.embedding(input_ids)  # [T, H]
         if self.spec.family.zero_first:
             e = e.masked_fill((positions == 0)[:, None], 0.0)
         cos, sin = self.rotary(positions, e.dtype)
-        return self._module(step)(e, h, cos, sin, attend)  # type: ignore[no-any-return]
+        return self._module(step)(e, h, cos, sin, attend, rows)  # type: ignore[no-any-return]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Return the logits of the module's own lm_head, or of the target's, for y."""

@@ -40,14 +40,21 @@ class MtpWorker(SpecWorker):
 
     # -- all rows, all modules ----------------------------------------------------------------------------------------
 
-    def first_pass(self, next_ids: Tensor, captured: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """Run all modules; return the outputs of all but the last, [T, max(K - 1, 1) * H]; with K = 1 that of module 0.
+    def first_pass(
+        self,
+        next_ids: Tensor,
+        captured: Tensor,
+        positions: Tensor,
+        attend: PagedAttend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """Run all modules; return the outputs of all but the last, [R, max(K - 1, 1) * H]; with K = 1 that of module 0.
 
         Row t of a request holds the outputs of modules 0, 1, ... at the positions of its rows t, t - 1, ...
         """
-        y = super().first_pass(next_ids, captured, positions, attend)  # [T, H], output of module 0
         if self.max_draft_len == 1:
-            return y
+            return super().first_pass(next_ids, captured, positions, attend, rows)
+        y = super().first_pass(next_ids, captured, positions, attend)  # [T, H], output of module 0
         attn, T = attend.attn, next_ids.shape[0]
         row, request = torch.arange(T, device=next_ids.device), attn.requests(T)  # [T]
         first, last = attn.cu_q_lens[:-1].long(), attn.cu_q_lens[1:].long() - 1  # [B] rows of each request
@@ -69,7 +76,8 @@ class MtpWorker(SpecWorker):
             y = self.head(ids, h, positions - back[request], attend.at(there), i)
             outputs.append(y[torch.maximum(row - short, first[request])])
         # One tensor, so that drafts wait for all of it: once modules draft into a cache, no code here reads from it.
-        return torch.cat(outputs[:-1], dim=-1)
+        made = torch.cat(outputs[:-1], dim=-1)
+        return made if rows is None else made[rows]
 
     def _kept(self, module: int, y: Tensor, here: Tensor, before: Tensor, attend: PagedAttend) -> Tensor:
         """Keep y [T, H] in the slots `here` [T]; return what was kept in the slots `before` [B], [B, H].

@@ -60,11 +60,10 @@ class MaskWorker(SpecWorker, ABC):
         return {"mask_token_id": speculation.mask_token_id}
 
     @abstractmethod
-    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """Return the rows of hidden [N, H] at which drafts are drawn, K' of each request in order, [B * K', H].
-
-        hidden: the output of `read_in`.
-        """
+    def read_in(
+        self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
+    ) -> tuple[Tensor, AttnMetadata]:
+        """Run the pass; return its output at the rows of drafts, K' of each request, [B * K', H], and all its rows."""
 
     def draft(
         self,
@@ -75,10 +74,10 @@ class MaskWorker(SpecWorker, ABC):
         spec: SpecMetadata,
         attend: PagedAttend,
     ) -> tuple[Tensor, Tensor]:
-        """Draw all drafts at once, at the rows that `drafting_rows` returns. Shapes are those of SpecWorker.draft."""
+        """Draw all drafts at once. hidden: [B * K', H] of `read_in`; other shapes are those of SpecWorker.draft."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
-        drafts = self.draw_all(self.drafting_rows(hidden, counts, attn, spec), counts, spec)
+        drafts = self.draw_all(hidden, counts, spec)
         return drafts, self.draft_lens(drafts, hidden, spec)
 
     def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
@@ -126,9 +125,10 @@ class ParallelWorker(MaskWorker):
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """Run the pass over T + B * (lead + max(K', 1) - 1) rows -> its output, and these rows.
+        """Run the pass over T + B * (lead + max(K', 1) - 1) rows.
 
-        With K' = 0 the pass still appends the tokens' KV.
+        Returned are its output at the `drafting_rows`, and all these rows. With K' = 0 the pass still appends the
+        tokens' KV.
         """
         attn, spec = inputs.attn, inputs.spec
         T, B = inputs.input_ids.shape[0], attn.batch_size
@@ -148,13 +148,14 @@ class ParallelWorker(MaskWorker):
             place = torch.where(source < first[request], T + first[request], place)
         ids = known[torch.where(is_mask, 2 * T, place)]
         states = self.states(captured, source.clamp(0, T - 1), is_mask)
-        return self.first_pass(ids, states, rows.positions(N), attend.at(rows)), rows
+        drafting = self.drafting_rows(counts, rows, spec)
+        return self.first_pass(ids, states, rows.positions(N), attend.at(rows), drafting), rows
 
-    def drafting_rows(self, hidden: Tensor, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
-        """Return the rows of each request's last token and of its masks."""
-        K, taken = spec.next_draft_len, (counts - 1).clamp(min=0)
+    def drafting_rows(self, counts: Tensor, attn: AttnMetadata, spec: SpecMetadata) -> Tensor:
+        """Return the rows of each request's last token and of its masks, [B * max(K', 1)] int64."""
+        K, taken = max(spec.next_draft_len, 1), (counts - 1).clamp(min=0)
         first = attn.cu_q_lens[1:].long() - K - spec.draft_lens + taken  # [B] row of the last token, before the masks
-        return hidden[self.each(first, K).flatten()]
+        return self.each(first, K).flatten()
 
 
 class PardWorker(ParallelWorker):
