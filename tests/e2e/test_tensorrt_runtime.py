@@ -285,6 +285,7 @@ def test_the_cache_is_as_large_as_the_plan_says(engine: Callable[..., Path]) -> 
             LLM(folder, **option)
 
 
+@pytest.mark.long
 def test_kernels_that_are_not_compiled_stop_a_build(
     trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,9 +85,8 @@ STAGES: dict[str, Callable[[Path], bool]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "stage", ["training", *(pytest.param(s, marks=pytest.mark.long) for s in STAGES if s != "training")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("stage", STAGES)
 def test_killed_at_any_stage_it_goes_on(folder: Path, whole: Path, tmp_path: Path, stage: str) -> None:
     command, run = arguments(folder, tmp_path / "head"), tmp_path / "head.run"
     process = start(command)

@@ -104,6 +104,7 @@ def test_rows_of_filters_and_draws() -> None:
 # -- engines -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_engines(models: Path, work: HostQueue) -> None:
     """Engines of fp32, whose ids equal eager's, with drafts and without."""
     target, cases = models / "target", CASES[:12]

@@ -198,6 +198,7 @@ def test_a_row_that_cannot_be_opened_keeps_nothing(library: Path) -> None:
     assert [memory() for memory in seen] == [None, None]
 
 
+@pytest.mark.long
 def test_a_graph_that_fails_keeps_none_of_its_inputs(tmp_path: Path) -> None:
     example = (torch.zeros(ROWS, SIZE), torch.tensor([1]), torch.zeros(ROWS, SIZE))
     library = unpacked(compiled(Chosen(), example, tmp_path / "chosen.pt2"))

@@ -157,7 +157,7 @@ def uneven_pieces(dtype: torch.dtype, width: int, piece: int, count: int, rows: 
     return x.to(dtype), (weight * sizes.repeat_interleave(piece)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", list(EPSILON), ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)], ids=str)
 def test_pieces_are_added_in_order_whatever_the_rows(dtype: torch.dtype) -> None:
     width, step = 40, 128 // dtype.itemsize
     steps = linear.pieces(width, 24 * step, step)
