@@ -21,11 +21,6 @@ GATE_UP = "gate and up of an MLP"
 """Name of these tensors in Step.row_widths."""
 
 
-def sampled_rows(inputs: StepInputs) -> Tensor | None:
-    """Return the rows that a target or a draft model samples at, [R] int64; None = all, in a graph of generations."""
-    return None if inputs.attn.width == inputs.spec.runtime_draft_len + 1 else inputs.spec.gather_ids
-
-
 class Step(nn.Module, ABC):
     """A module that one launch runs, with the properties that describe it.
 
@@ -122,11 +117,20 @@ class DecodeStep(Step):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Run the rows and sample at the R rows inputs.spec.gather_ids."""
-        attend = self.attend(inputs.attn, kv)
-        positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden = self.decoder(inputs.input_ids, positions, attend, sampled_rows(inputs))  # [R, H]
+        hidden, _ = self.run_decoder(inputs, inputs.input_ids, self.attend(inputs.attn, kv))
         logits = self.decoder.logits(hidden)  # [R, V] fp32
         return StepOutputs(draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints), logits=logits)
+
+    def run_decoder(self, inputs: StepInputs, ids: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
+        """Run the decoder on ids [T]; return hidden states of the logits rows, [R, H], and those of `read_layers`."""
+        attn, spec = inputs.attn, inputs.spec
+        all_sample = attn.width == spec.runtime_draft_len + 1  # in a graph of generations
+        # Without drafts each request samples at one row. With drafts, rows of short proposals are repeated: R may be
+        # larger than T.
+        few = spec.runtime_draft_len == 0 and not all_sample
+        rows = spec.gather_ids if few else None
+        hidden, captured = self.decoder.capture(ids, attn.positions(ids.shape[0]), attend, self.read_layers, rows)
+        return hidden if few or all_sample else hidden[spec.gather_ids], captured
 
     @property
     def like(self) -> Tensor:
@@ -175,10 +179,7 @@ class CaptureStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Run the rows, sample as DecodeStep does, and return the captured states."""
-        attend = self.attend(inputs.attn, kv)
-        positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        rows = sampled_rows(inputs)
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers, rows)
+        hidden, captured = self.run_decoder(inputs, inputs.input_ids, self.attend(inputs.attn, kv))
         logits = self.decoder.logits(hidden)  # [R, V] fp32
         tokens = draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints)
         return StepOutputs(tokens, hidden_states=captured, logits=logits)
@@ -218,9 +219,7 @@ class OneEngineStep(DecodeStep):
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Verify the drafts in `inputs` and make inputs.spec.next_draft_len new ones for every request."""
         attend = self.attend(inputs.attn, kv)
-        positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        rows = sampled_rows(inputs)
-        hidden, captured = self.decoder.capture(inputs.input_ids, positions, attend, self.read_layers, rows)
+        hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
         return replace(outputs, logits=logits)

@@ -97,7 +97,7 @@ class DFlashHead(DraftHead):
     ) -> Tensor:
         """Return y [n, H] of the rows of blocks; input_ids [n] is the token *of* each row, positions [n].
 
-        h is not read. `attend` must let the rows of a block see each other.
+        rows: as in DraftHead. h is not read. `attend` must let the rows of a block see each other.
         """
         x = self.embedding(input_ids)
         cos, sin = self.rotary(positions, x.dtype)

@@ -37,7 +37,10 @@ class DecoderHead(DraftHead):
         step: int = 0,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return y [T, H], the decoder's states of input_ids [T], the token *of* each row; h is not read."""
+        """Return y, the decoder's states of input_ids [T], the token *of* each row; h is not read.
+
+        positions and rows: as in DraftHead.
+        """
 
         def attend_own_layer(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(self.first_layer + layer, q, k, v)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
-from trtspec.methods.step import DecodeStep, sampled_rows
+from trtspec.methods.step import DecodeStep
 from trtspec.methods.worker import draw_drafts
 from trtspec.models.decoder import Decoder
 from trtspec.text.vocabulary import VocabularyMap
@@ -43,9 +43,7 @@ class TranslatedStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Draw one of the common tokens at each of the R rows inputs.spec.gather_ids; ids are the target's."""
-        attend = self.attend(inputs.attn, kv)
-        positions = inputs.attn.positions(inputs.input_ids.shape[0])
-        hidden = self.decoder(self.read_as[inputs.input_ids], positions, attend, sampled_rows(inputs))  # [R, H]
+        hidden, _ = self.run_decoder(inputs, self.read_as[inputs.input_ids], self.attend(inputs.attn, kv))
         logits = self.decoder.logits(hidden).index_select(1, self.columns)  # [R, n] fp32
         return StepOutputs(draw_drafts(logits, inputs.spec.sampling, self.target_ids, self.places))
 

@@ -69,7 +69,7 @@ class MedusaHead(DraftHead):
         step: int = 0,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Return h as it is, because every head reads the same state."""
+        """Return h of `rows` as it is, because every head reads the same state."""
         return h if rows is None else h[rows]
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:

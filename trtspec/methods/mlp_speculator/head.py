@@ -91,7 +91,7 @@ class MLPSpeculatorHead(DraftHead):
         step: int = 0,
         rows: Tensor | None = None,
     ) -> Tensor:
-        """Run stage `step`; y [T, I] is the new state.
+        """Run stage `step` on `rows`; y [R, I] is their new state.
 
         h: the state before, [T, H] in pass 0, then [T, I].
         """

@@ -63,7 +63,7 @@ class MaskWorker(SpecWorker, ABC):
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend
     ) -> tuple[Tensor, AttnMetadata]:
-        """Run the pass; return its output at the rows of drafts, K' of each request, [B * K', H], and all its rows."""
+        """Run the pass; return the output that `draft` draws from, and all rows of the pass."""
 
     def draft(
         self,
