@@ -103,7 +103,7 @@ contract-tensorrt: .venv/.dev
 contract-tensorrt-rtx: .venv/.dev
 	$(BIN)/python tests/contract/run_tensorrt_rtx.py $(ARGS)
 
-# Every Triton kernel compiled with an older Triton, in a venv under build/. It needs no GPU.
+# Every Triton kernel launched without a device and compiled with an older Triton, in a venv under build/. It needs no GPU.
 contract-triton-versions: .venv/.dev
 	$(BIN)/python tests/contract/run_triton_versions.py $(ARGS)
 

@@ -1,8 +1,9 @@
 """Compile every Triton kernel with an older Triton too, as a GPU's image may have it (make contract-triton-versions).
 
 Each version comes from the package registry, into its own venv under build/. torch and the tools come from the Python
-that runs this script. Kernels are compiled, not run. Where a version is not available, the script says so and goes on.
-Exit status: 1 if a kernel does not compile, spills registers or takes too much shared memory.
+that runs this script. Kernels are launched with a driver without a device, then compiled for every architecture; none
+runs. Where a version is not available, the script says so and goes on. Exit status: 1 if a launch hands over wrong
+arguments, or a kernel does not compile, spills registers or takes too much shared memory.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ def main(arguments: list[str]) -> int:
         except Unavailable as error:
             skipped(f"Triton {version}", error)
             continue
+        launches = [str(python), "-m", "pytest", "-q", "tests/plugins/test_triton_driver.py"]
         command = [str(python), "build_scripts/build_plugins.py", "--target", "triton", *arguments]
-        failed |= subprocess.run(command, cwd=ROOT, check=False).returncode
+        for one in (launches, command):
+            failed |= subprocess.run(one, cwd=ROOT, check=False).returncode
     return int(failed != 0)
 
 
