@@ -4,7 +4,7 @@ The values are frozen views of tensors. The letters of their shapes:
 - B: requests of the batch, C contexts first, then G generations.
 - T: packed rows.
 - K: draft tokens of the step: those of its longest proposal, rounded up to a K that compiled graphs have.
-- R = C + G * (K + 1): logits rows, one per context and K + 1 per generation. A shorter proposal repeats its last row.
+- R <= T: logits rows, one per context, and one per draft and one more per generation.
 - M: columns of the block tables.
 """
 
@@ -126,12 +126,8 @@ class AttnMetadata:
 
     def last_rows(self) -> AttnMetadata:
         """Only the last row of each request."""
-        return replace(
-            self,
-            cu_q_lens=torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device),
-            tree_mask=self.tree_mask.new_empty(0),
-            width=1,
-        )
+        starts = torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device)
+        return replace(self, cu_q_lens=starts, tree_mask=self.tree_mask.new_empty(0), width=1)
 
     def advance(self) -> AttnMetadata:
         """The next autoregressive step: one row per request, one token further."""
@@ -229,6 +225,7 @@ class SpecMetadata:
     sampling: SamplingTensors
     constraints: LogitConstraints | None = None  # None: no request has constraints or wants logprobs
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
+    is_uniform: bool = False  # every request is a generation with K drafts, and graphs may rely on it
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -283,10 +280,12 @@ class SpecMetadata:
         return max(self.max_draft_len - 1, 0)
 
     def logits_rows(self) -> Tensor:
-        """Logits rows of each request, [B, K+1] int64. The one row of a context is repeated."""
-        width, C = self.runtime_draft_len + 1, self.num_contexts
-        request = torch.arange(self.batch_size, device=self.seq_lens.device)[:, None]
-        return torch.where(request < C, request, C + (request - C) * width + torch.arange(width, device=request.device))
+        """Logits rows of each request, [B, K+1] int64. Past its drafts, the last one is repeated."""
+        column = torch.arange(self.runtime_draft_len + 1, device=self.draft_lens.device)
+        if self.is_uniform:
+            return torch.arange(self.batch_size, device=column.device)[:, None] * len(column) + column
+        back = (self.draft_lens[:, None] - column).clamp(min=0)  # [B, K+1], before the request's last one
+        return (self.draft_lens + 1).cumsum(0, dtype=torch.int32)[:, None].long() - 1 - back
 
     def per_request(self, rows: Tensor) -> Tensor:
         """Arrange values of logits rows, [R], by request: [B, K+1]."""
@@ -294,15 +293,13 @@ class SpecMetadata:
 
     def row_owners(self) -> Tensor:
         """Request of each logits row, [R] int64: the inverse of `logits_rows`."""
-        row, C = torch.arange(self.gather_ids.shape[0], device=self.gather_ids.device), self.num_contexts
-        return torch.where(row < C, row, C + (row - C) // (self.runtime_draft_len + 1))
+        return row_requests(F.pad((self.draft_lens + 1).cumsum(0), (1, 0)), self.gather_ids.shape[0])
 
     def drafts_per_request(self) -> Tensor:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
         if self.runtime_draft_len == 0:
             return self.draft_tokens.new_empty(self.batch_size, 0)
-        # One graph serves every number of contexts and generations. So no tensor of C rows is built, and a row of -1
-        # can always be read.
+        # One graph serves any C and G. So no tensor of C rows is built, and a row of -1 can always be read.
         generation = torch.arange(self.batch_size, device=self.seq_lens.device) - self.num_contexts
         rows = F.pad(self.draft_tokens, (0, 0, 1, 0), value=-1)  # [1 + G, K]
         return rows[(generation + 1).clamp(min=0)]
@@ -343,7 +340,7 @@ class Carry:
         lens = self.read_lens(attn.kv_lens, kept_lens, spec.seq_lens)
         positions = spec.sampling.positions + (lens - attn.kv_lens)[spec.row_owners()]
         if spec.runtime_draft_len:
-            rows = spec.gather_ids[spec.num_contexts :].view(-1, spec.runtime_draft_len + 1)[:, 1:]
+            rows = spec.gather_ids[spec.logits_rows()[spec.num_contexts :, 1:]]
             forced = self.read_forced(spec.forced_accept, F.pad(ids[rows], (0, 0, spec.num_contexts, 0)))
             spec = replace(spec, draft_tokens=ids[rows], forced_accept=forced)
         sampling = replace(spec.sampling, positions=positions)

@@ -40,12 +40,12 @@ def plainly(batch: Batch, next_draft_len: int, forced: int, graphs: tuple[int, .
         first = len(ids) - start  # packed row of the request's token 0
         ids += (request.tokens + request.drafts)[start : row.end]
         last = row.end - 1 - row.draft_len  # position of the last token that is not a draft
-        nth = [0] if row.is_context else [min(j, row.draft_len) for j in range(K + 1)]
+        nth = range(row.draft_len + 1)
         gather += [first + last + j for j in nth]
         draws += [last + 1 + j for j in nth]
         owners += [request.sampling] * len(nth)
         if not row.is_context:
-            drafts.append([ids[gather[g]] for g in range(len(gather) - K, len(gather))])  # junk after its drafts
+            drafts.append([ids[first + last + min(1 + j, row.draft_len)] for j in range(K)])  # junk after its drafts
     sampling = SamplingTensors.of(owners, draws)
     return {
         "input_ids": torch.tensor(ids),

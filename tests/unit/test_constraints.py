@@ -31,14 +31,11 @@ def request(tokens: list[int], prompt_len: int, drafts: list[int] | None = None,
 
 
 def test_nobody_asks() -> None:
-    assert logit_constraints((Scheduled(request([1, 2], 2), 2, 0, True),), 0) is None
+    assert logit_constraints((Scheduled(request([1, 2], 2), 2, 0, True),)) is None
 
 
 def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read() -> None:
-    """A generation sees its drafts, and a chunk of a prompt the tokens it has read.
-
-    K = 2. The second generation has one draft, so its last row is there twice.
-    """
+    """A generation has a row more than drafts, and a chunk of a prompt has one, which sees the tokens it has read."""
     chunk = request([7, 8, 9, 9], 4, repetition_penalty=1.5)
     full = request([1, 2, 3], 2, [4, 5], presence_penalty=0.5)
     short = request([1, 6], 1, [3], frequency_penalty=-1.0)
@@ -49,12 +46,12 @@ def test_a_generation_sees_its_drafts_and_a_chunk_of_a_prompt_what_it_has_read()
         Scheduled(short, 2, 1, False),
         Scheduled(other, 1, 0, False),
     )
-    constraints = logit_constraints(batch, 2)
+    constraints = logit_constraints(batch)
     assert constraints is not None
-    want = [[7, 8, 9], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 6], [1, 6, 3], [1, 6, 3], [], [], []]
+    want = [[7, 8, 9], [1, 2, 3], [1, 2, 3, 4], [1, 2, 3, 4, 5], [1, 6], [1, 6, 3], []]
     assert [[token for token in row if token >= 0] for row in constraints.history.tolist()] == want
-    assert constraints.prompt_lens.tolist() == [4, 2, 2, 2, 1, 1, 1, 1, 1, 1]
-    asked = [(1.5, 0.0, 0.0), *[(1.0, 0.5, 0.0)] * 3, *[(1.0, 0.0, -1.0)] * 3, *[(1.0, 0.0, 0.0)] * 3]
+    assert constraints.prompt_lens.tolist() == [4, 2, 2, 2, 1, 1, 1]
+    asked = [(1.5, 0.0, 0.0), *[(1.0, 0.5, 0.0)] * 3, *[(1.0, 0.0, -1.0)] * 2, (1.0, 0.0, 0.0)]
     assert constraints.penalties.tolist() == [list(one) for one in asked]
     assert constraints.bias_ids.numel() == constraints.allow_mask.numel() == 0
 
@@ -80,7 +77,7 @@ def test_a_history_is_read_once() -> None:
     for tokens in ([], [3], [4, 5]):
         one.append(tokens)
         known = list(one.tokens)
-        constraints = logit_constraints((Scheduled(one, 3, 2, False),), 2)
+        constraints = logit_constraints((Scheduled(one, 3, 2, False),))
         assert constraints is not None
         assert [row[: len(known) + j] for j, row in enumerate(constraints.history.tolist())] == [
             known + [7, 8][:j] for j in range(3)
@@ -90,7 +87,7 @@ def test_a_history_is_read_once() -> None:
 
 def test_biases_are_padded() -> None:
     one, two = request([1], 1, logit_bias=((3, 2.0),)), request([1, 2], 1, logit_bias=((0, -1.0), (5, 0.5)))
-    constraints = logit_constraints((Scheduled(one, 1, 0, True), Scheduled(two, 1, 0, False)), 0)
+    constraints = logit_constraints((Scheduled(one, 1, 0, True), Scheduled(two, 1, 0, False)))
     assert constraints is not None
     assert constraints.bias_ids.tolist() == [[3, -1], [0, 5]]
     assert constraints.bias_values.tolist() == [[2.0, 0.0], [-1.0, 0.5]]

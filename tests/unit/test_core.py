@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
@@ -169,10 +170,40 @@ def metadata(num_contexts: int, drafts: list[list[int]], max_draft_len: int = 4)
 
 
 def test_logits_rows_per_request() -> None:
-    """R = C + G (K + 1) rows become [B, K+1]; the one row of a context is repeated."""
+    """R rows become [B, K+1]; the last row of a context or a short proposal is repeated."""
     spec = metadata(2, [[7, 8], [9, 6]])
     rows = torch.arange(2 + 2 * 3)
     assert spec.per_request(rows).tolist() == [[0, 0, 0], [1, 1, 1], [2, 3, 4], [5, 6, 7]]
+    short = dataclasses.replace(spec, draft_lens=torch.tensor([0, 0, 1, 2], dtype=torch.int32))
+    assert short.per_request(rows[:7]).tolist() == [[0, 0, 0], [1, 1, 1], [2, 3, 3], [4, 5, 6]]
+    none = dataclasses.replace(spec, draft_lens=torch.zeros(4, dtype=torch.int32))
+    assert none.per_request(rows[:4]).tolist() == [[0] * 3, [1] * 3, [2] * 3, [3] * 3]
+
+
+def test_rows_and_owners_of_random_batches() -> None:
+    """Each logits row belongs to the request that reads it, also where proposals are short."""
+    rng = random.Random(0)
+    for _ in range(100):
+        C, G, K = rng.randrange(4), rng.randrange(1, 5), rng.randrange(5)
+        lens = [0] * C + [rng.randint(0, K) for _ in range(G)]
+        rows = sum(lens) + len(lens)
+        spec = dataclasses.replace(
+            metadata(C, [[0] * K] * G),
+            draft_lens=torch.tensor(lens, dtype=torch.int32),
+            gather_ids=torch.arange(rows),
+        )
+        owners = [b for b, n in enumerate(lens) for _ in range(n + 1)]
+        assert spec.row_owners().tolist() == owners
+        read = [[r for r in range(rows) if owners[r] == b] for b in range(C + G)]
+        assert spec.logits_rows().tolist() == [
+            [own[min(j, n)] for j in range(K + 1)] for own, n in zip(read, lens, strict=True)
+        ]
+
+
+def test_uniform_metadata_needs_no_lengths() -> None:
+    spec = metadata(0, [[7, 8], [9, 6]])
+    uniform = dataclasses.replace(spec, is_uniform=True, draft_lens=spec.draft_lens * 0)
+    assert uniform.logits_rows().tolist() == spec.logits_rows().tolist()
 
 
 def test_logits_rows_of_contexts_alone() -> None:

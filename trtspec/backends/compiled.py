@@ -274,8 +274,6 @@ class CompiledExecutable(ABC):
     def _check_shapes(self, inputs: StepInputs, graph: LoadedGraph, shapes: list[torch.Size]) -> None:
         spec = inputs.spec
         B, G, R, T = spec.batch_size, spec.num_generations, spec.gather_ids.shape[0], inputs.input_ids.shape[0]
-        if self.compiled.makes_drafts and not B - G + G * (graph.draft_len + 1) == R >= B:
-            raise EngineError(f"{B} requests, {G} of them generations with K = {graph.draft_len}, have {R} gather_ids")
         sizes = {"B": B, "G": G, "R": R, "T": T, "K": graph.draft_len, "width": self.compiled.hidden_width, "0": 0}
         sizes[STARTS] = B + 1
         for name, shape in zip(graph.names, shapes, strict=True):
@@ -315,6 +313,8 @@ class CompiledExecutable(ABC):
         most = [0] * C + [min(count - 1, K) for count in counts[C:]]
         if len(drafts) != len(counts) or not all(0 <= n <= top for n, top in zip(drafts, most, strict=True)):
             raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
+        if len(gathered) != len(drafts) + sum(drafts):
+            raise EngineError(f"{len(drafts)} requests with {sum(drafts)} drafts have {len(gathered)} gather_ids")
         generations = C == 0 or (K == 0 and not self.compiled.makes_drafts)  # a row each, of either kind
         uniform = generations and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
         self._last_layout = tensors, versions, sizes, uniform

@@ -212,7 +212,8 @@ def step_inputs(tensors: Mapping[str, Tensor], next_draft_len: int = 0, width: i
     attn = AttnMetadata(cu_q_lens, **parts["attn"], width=width)
     plain = SpecMetadata.plain((), attn, SamplingTensors(**parts["spec.sampling"]))
     constraints = LogitConstraints(**parts["spec.constraints"]) if "spec.constraints" in parts else None
-    spec = replace(plain, next_draft_len=next_draft_len, constraints=constraints, **parts.get("spec", {}))
+    plain = replace(plain, next_draft_len=next_draft_len, constraints=constraints, is_uniform=width > 0)
+    spec = replace(plain, **parts.get("spec", {}))
     return StepInputs(**parts[""], attn=attn, spec=spec)
 
 

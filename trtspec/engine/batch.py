@@ -175,7 +175,7 @@ class InputBuilder:
         if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
             layout = self._layout = self._make_layout(batch, next_draft_len)
         inputs = self._next_frame(layout).fill(batch)
-        constraints = logit_constraints(batch, layout.spec.runtime_draft_len)
+        constraints = logit_constraints(batch)
         return inputs if constraints is None else replace(inputs, spec=replace(inputs.spec, constraints=constraints))
 
     def carry(self, batch: Batch, last: Batch) -> Carry:
@@ -229,10 +229,8 @@ class InputBuilder:
         K = next((length for length in self.graph_draft_lens if length >= max(K, next_draft_len)), K)
         cu_q_lens = np.zeros(B + 1, dtype=np.int32)
         np.cumsum(num_rows, out=cu_q_lens[1:])
-        # logits rows: one per context, K + 1 per generation; those past its drafts repeat its last row
-        owners = np.concatenate((np.arange(C), np.repeat(np.arange(C, B), K + 1)))
-        back = np.minimum(np.arange(K + 1) - draft_lens[C:, None], 0).reshape(-1)
-        back = np.concatenate((np.zeros(C, dtype=np.int64), back))
+        owners = np.repeat(np.arange(B), draft_lens + 1)
+        back = np.arange(len(owners)) - np.cumsum(draft_lens + 1)[owners] + 1
         gather_ids = cu_q_lens[owners + 1] - 1 + back
         forced = np.where(np.arange(B) < C, -1, self.forced_accept).astype(np.int32)
         spec = SpecMetadata(
@@ -248,7 +246,8 @@ class InputBuilder:
             sampling=SamplingTensors.of([row.request.sampling for row in batch], back, owners),
             next_draft_len=next_draft_len,
         )
-        draft_rows = gather_ids[C:].reshape(B - C, K + 1)[:, 1:].copy()
+        missing = np.minimum(np.arange(1, K + 1) - draft_lens[C:, None], 0)
+        draft_rows = cu_q_lens[C + 1 :, None] - 1 + missing
         return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
 
 

@@ -28,20 +28,17 @@ class _Row(NamedTuple):
     num_before: int
 
 
-def logit_constraints(batch: Batch, draft_len: int) -> LogitConstraints | None:
-    """The constraints of the R logits rows of a step with K = `draft_len`; core.SpecMetadata explains the rows.
-
-    None: no request of the batch has constraints or wants log-probabilities.
-    """
+def logit_constraints(batch: Batch) -> LogitConstraints | None:
+    """The constraints of the R logits rows of a step. None: no request has any, or wants log-probabilities."""
     if not any(row.request.needs_host for row in batch):
         return None
     rows = [_Row(row.request, row.end) for row in batch if row.is_context]
     for request, _, num_drafts, is_context in batch:
         if not is_context:
-            rows += [_Row(request, len(request.tokens) + min(j, num_drafts)) for j in range(draft_len + 1)]
+            rows += [_Row(request, len(request.tokens) + j) for j in range(num_drafts + 1)]
     history, prompt_lens, penalties = _penalties(rows)
     bias_ids, bias_values = _biases(rows)
-    return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, draft_len))
+    return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch))
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,12 +74,12 @@ def _biases(rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, dtype=torch.int32).view(shape), torch.tensor(values, dtype=torch.float32).view(shape)
 
 
-def _mask(batch: Batch, draft_len: int) -> Tensor:
+def _mask(batch: Batch) -> Tensor:
     """allow_mask [R, ceil(V/32)] int32. Rows of a request without a guide, and those of no use, allow everything."""
     num_words = max(0 if row.request.guide is None else row.request.guide.num_words for row in batch)
     if num_words == 0:
         return _INTS
-    sizes = [1 if row.is_context else draft_len + 1 for row in batch]
+    sizes = [row.draft_len + 1 for row in batch]
     mask = torch.full((sum(sizes), num_words), -1, dtype=torch.int32)
     for row, part in zip(batch, torch.split(mask, sizes), strict=True):
         if row.request.guide is not None and row.emits:

@@ -202,11 +202,10 @@ def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]
 
 
 def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:
-    """Logits [n, V] of each request that wants log-probabilities: n = 1 for a context, else K + 1."""
+    """Logits [draft_len + 1, V] of each request that wants log-probabilities."""
     if not any(row.request.logprobs is not None for row in batch):
         return [None] * len(batch)
-    assert outputs.verdict is not None
     assert outputs.logits is not None
-    ends = list(itertools.accumulate(1 if row.is_context else outputs.verdict.tokens.shape[1] for row in batch))
+    ends = list(itertools.accumulate(row.draft_len + 1 for row in batch))
     parts = zip(batch, [0, *ends], ends, strict=False)
     return [outputs.logits[start:end] if row.request.logprobs is not None else None for row, start, end in parts]

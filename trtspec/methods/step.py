@@ -124,13 +124,8 @@ class DecodeStep(Step):
     def run_decoder(self, inputs: StepInputs, ids: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
         """Run the decoder on ids [T]; return hidden states of the logits rows, [R, H], and those of `read_layers`."""
         attn, spec = inputs.attn, inputs.spec
-        all_sample = attn.width == spec.runtime_draft_len + 1  # in a graph of generations
-        # Without drafts each request samples at one row. With drafts, rows of short proposals are repeated: R may be
-        # larger than T.
-        few = spec.runtime_draft_len == 0 and not all_sample
-        rows = spec.gather_ids if few else None
-        hidden, captured = self.decoder.capture(ids, attn.positions(ids.shape[0]), attend, self.read_layers, rows)
-        return hidden if few or all_sample else hidden[spec.gather_ids], captured
+        rows = None if spec.is_uniform else spec.gather_ids
+        return self.decoder.capture(ids, attn.positions(ids.shape[0]), attend, self.read_layers, rows)
 
     @property
     def like(self) -> Tensor:

@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 def accept(outputs: StepOutputs, spec: SpecMetadata) -> Verdict:
     """Return the leading drafts that equal the target's own draws, plus the draw after them."""
-    if spec.num_contexts > 0:
+    if outputs.tokens.shape[0] != spec.batch_size * (spec.runtime_draft_len + 1) or spec.num_contexts:
         emits = spec.next_prompt_token < 0
         sampled, drafts = spec.per_request(outputs.tokens), spec.drafts_per_request()
-    else:  # generations alone: each has K + 1 logits rows, and emits
+    else:  # generations with K drafts each
         sampled, drafts = outputs.tokens.view(spec.batch_size, -1), spec.draft_tokens
         if spec.runtime_draft_len == 0:
             return Verdict(sampled, _ones(spec.batch_size, torch.int64, sampled.device))
