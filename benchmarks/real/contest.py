@@ -100,14 +100,15 @@ class Task:
 class Contest:
     """A contest of engines.
 
-    schedule: drafts by batch size, for engines that have such a setting. pythons: Python program of each peer that can
-    run. failures: sentences.
+    schedule: drafts by batch size, for engines that have such a setting. thresholds: settings of our EAGLE3, each with
+    every K. pythons: Python program of each peer that can run. failures: sentences.
     """
 
     shop: Workshop
     threads: int
     report: Callable[[str], None]
     schedule: Schedule | None = None
+    thresholds: Sequence[float] = ()
     pythons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -122,6 +123,10 @@ class Contest:
         found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), ks)]
         for head_format in head_formats:
             found += [self._own("eagle3", K, format, head_format) for K in ks]
+            found += [
+                self._own("eagle3", K, format, head_format, threshold=least)
+                for K, least in product(ks, self.thresholds)
+            ]
             if self.schedule is not None:
                 found.append(self._own("eagle3", max(self.schedule.values()), format, head_format, self.schedule))
         makers = (self._llama, self._vllm, self._openvino, self._transformers)
@@ -131,11 +136,18 @@ class Contest:
         return found
 
     def _own(
-        self, method: str, K: int, format: str, head_format: str = "bf16", schedule: Schedule | None = None
+        self,
+        method: str,
+        K: int,
+        format: str,
+        head_format: str = "bf16",
+        schedule: Schedule | None = None,
+        threshold: float | None = None,
     ) -> Entry:
-        engine, lookup = engine_of(self.shop, method, K, format, head_format, schedule)
-        own = speculation_of(method, K, head_format, schedule)
+        engine, lookup = engine_of(self.shop, method, K, format, head_format, schedule, threshold)
+        own = speculation_of(method, K, head_format, schedule, threshold)
         values = "" if method == "plain" else f"K={K}" if schedule is None else by_batch(schedule)
+        values += "" if threshold is None else f", threshold {threshold:g}"
         values += f", head {head_format}" if method == "eagle3" and head_format != format else ""
         request = {"engine": str(engine), "lookup": lookup, "speculation": own}
         weights = engine / "target" / "weights.safetensors"

@@ -51,7 +51,8 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     shop = Workshop(args.work.resolve(), report)
     failures: list[str] = []
     if args.section == "peers":
-        table, rows = peers(args, Contest(shop, args.threads, report, dict(args.schedule), failures=failures), keep)
+        contest = Contest(shop, args.threads, report, dict(args.schedule), args.thresholds, failures=failures)
+        table, rows = peers(args, contest, keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
     if args.png and args.section == "peers" and any(row["temperature"] == 0 for row in rows):
@@ -282,6 +283,9 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
         "--schedule", nargs="+", type=_pair, default=((2, 3), (5, 2), (8, 1)), metavar="BATCH:K",
         help="of peers: one more setting, K drafts in batches of up to so many (default 2:3 5:2 8:1)",
     )  # fmt: skip
+    parser.add_argument(
+        "--thresholds", nargs="*", type=float, default=(0.3, 0.6), help="of peers: more settings of our EAGLE3"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
     parser.add_argument("--json", type=Path)

@@ -36,9 +36,16 @@ Schedule = dict[int, int]
 
 
 def speculation_of(
-    method: str, K: int, head_format: str = "bf16", schedule: Schedule | None = None
+    method: str,
+    K: int,
+    head_format: str = "bf16",
+    schedule: Schedule | None = None,
+    threshold: float | None = None,
 ) -> dict[str, Any] | None:
-    """The speculative_config of one of METHODS. schedule: that of EAGLE3, or None; its first K is `K`."""
+    """The speculative_config of one of METHODS.
+
+    Of EAGLE3 alone: schedule, whose first K is `K`, and threshold, the draft_confidence_threshold; None = none.
+    """
     if method == "plain":
         return None
     if method == "rows":
@@ -54,21 +61,29 @@ def speculation_of(
         config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method == "eagle3"}
         config |= {} if head_format == "bf16" else {"quantization": head_format}
         config |= {} if schedule is None else {"draft_len_schedule": schedule}
+        config |= {} if threshold is None else {"draft_confidence_threshold": threshold}
     return config
 
 
 def engine_of(
-    shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16", schedule: Schedule | None = None
+    shop: Workshop,
+    method: str,
+    K: int,
+    format: str,
+    head_format: str = "bf16",
+    schedule: Schedule | None = None,
+    threshold: float | None = None,
 ) -> tuple[Path, dict[str, Any] | None]:
     """A compiled folder, built unless it is there, and the speculative_config to load it with.
 
     Lookups run on the engine of plain decoding.
     """
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
-    own = speculation_of(method, K, head_format, schedule)
+    own = speculation_of(method, K, head_format, schedule, threshold)
     in_graph = own if method in ("eagle3", "two-engine") else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
     name += "" if schedule is None else "-by-batch"
+    name += "" if threshold is None else f"-over-{threshold:g}"
     return shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised), None if in_graph else own
 
 

@@ -79,8 +79,10 @@ class WatchedHead(SpecWorker):
         self._cut = _hides_rows(attn)
         return super().draft(hidden, counts, kv_lens, attn, spec, attend)
 
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        drafts, places = super().sample_drafts(step, hidden, sampling), sampling.positions.tolist()
+    def sample_drafts(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None
+    ) -> Tensor:
+        drafts, places = super().sample_drafts(step, hidden, sampling, probs), sampling.positions.tolist()
         each = len(places) // len(self._ids)  # drafts of a request that are made at once
         if self._starts is None:
             self._starts = places[::each]

@@ -24,8 +24,10 @@ class Teller(SpecWorker):
             for case, outcome in zip(cases, outcomes, strict=True)
         }
 
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
-        guesses = super().sample_drafts(step, hidden, sampling)
+    def sample_drafts(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None
+    ) -> Tensor:
+        guesses = super().sample_drafts(step, hidden, sampling, probs)
         if not sampling.seeds.numel():
             return guesses
         asked = zip(sampling.seeds.tolist(), sampling.positions.tolist(), guesses.tolist(), strict=True)

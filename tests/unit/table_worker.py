@@ -94,9 +94,11 @@ class Tables(SpecWorker):
         self.calls.append(Call(step, tokens, hidden, positions, answer, attend.attn.kv_lens))
         return answer
 
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_drafts(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None
+    ) -> Tensor:
         self.places.append(sampling.positions)
-        return super().sample_drafts(step, hidden, sampling)
+        return super().sample_drafts(step, hidden, sampling, probs)
 
 
 def request(number: int, tokens: list[int], prompt_len: int, committed: int, drafts: list[int]) -> Request:

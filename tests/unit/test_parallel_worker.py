@@ -79,9 +79,11 @@ def run(
     places: list[int] = []
 
     class Noting(kind):  # type: ignore[valid-type, misc]
-        def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+        def sample_drafts(
+            self, step: int, hidden: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None
+        ) -> Tensor:
             places.extend(sampling.positions.tolist())
-            return super().sample_drafts(step, hidden, sampling)  # type: ignore[no-any-return]
+            return super().sample_drafts(step, hidden, sampling, probs)  # type: ignore[no-any-return]
 
     worker = Noting(head, K, (), mask_token_id=MASK)
     captured = torch.arange(len(inputs.input_ids))[:, None].float()

@@ -19,6 +19,7 @@ from tests.unit.table_worker import (
     Tables,
     built_inputs,
     half_right,
+    on_random_batches,
     random_batch,
     request,
     run,
@@ -114,3 +115,38 @@ def test_nothing_to_draw_from_reaches_neither_table_nor_kv() -> None:
     assert alone.proposal is not None
     assert outputs.proposal is not None
     assert torch.equal(outputs.proposal.draft_tokens[:-1], alone.proposal.draft_tokens[:-1])
+
+
+@on_random_batches
+def test_drafts_are_cut_where_their_probability_falls_below_the_threshold(seed: int) -> None:
+    """The probability of a draft is that of all drafts up to it, in softmax of the table, whatever the temperature."""
+    rng = random.Random(seed)
+    batch, threshold = random_batch(rng), rng.choice((0.0, 0.001, 0.05, 0.3))
+    inputs = built_inputs(batch, 4)
+    worker = Tables()
+    worker.confidence_threshold = threshold
+    outputs = run(worker, inputs, half_right(rng, inputs))
+    assert outputs.verdict is not None
+    assert outputs.proposal is not None
+    likely = worker.table.double().softmax(1)
+    ids = worker.draft_ids.tolist()
+    for b, count in enumerate(outputs.verdict.num_tokens.tolist()):
+        if count == 0:
+            continue  # a chunk of a prompt drafts nothing that is read
+        before, product, wanted = int(outputs.verdict.tokens[b, count - 1]), 1.0, 0
+        for draft in outputs.proposal.draft_tokens[b].tolist():
+            product *= float(likely[before, ids[draft]])
+            if product < threshold:
+                break
+            before, wanted = draft, wanted + 1
+        assert int(outputs.proposal.draft_lens[b]) == wanted
+
+
+def test_a_draft_of_no_probability_is_cut() -> None:
+    lens = torch.full((3,), 2, dtype=torch.int32)
+    probs = [torch.tensor([0.5, float("nan"), 0.5]), torch.tensor([0.5, 1.0, float("nan")])]
+    worker = Tables()
+    assert worker.likely_lens(lens, probs) is lens  # nobody asked
+    worker.confidence_threshold = 0.25
+    assert worker.likely_lens(lens, probs).tolist() == [2, 0, 1]
+    assert worker.likely_lens(lens.clamp(max=1), probs).tolist() == [1, 0, 1]

@@ -57,6 +57,7 @@ class SpeculationPlan:
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
+    draft_confidence_threshold: float | None  # drafts less likely to be accepted are not verified; None: all are
     capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured
     mask_token_id: int | None  # for parallel drafting; None also if nothing is known of the draft
     options: Any  # settings of the method alone: a subclass of methods.options.MethodOptions

@@ -177,7 +177,7 @@ class SpeculativeConfig(StrictConfig):
     )
     draft_confidence_threshold: Unit | None = Field(
         default=None,
-        description="drafts are verified up to the first of which the draft itself holds that it is accepted with less "
+        description="drafts are verified up to the first that the draft layers hold to be accepted with less "
         "probability; None: all are",
     )
     parallel_drafting: bool = False

@@ -116,6 +116,11 @@ def plan_speculation(
         raise UnsupportedError(
             f"draft_tensor_parallel_size={spec_plan.draft_tensor_parallel_size} (the target's) is not built yet; use 1"
         )
+    if spec_plan.draft_confidence_threshold is not None and spec_plan.mode is SpeculativeDecodingMode.DRAFT_TARGET:
+        raise UnsupportedError(
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft model in an engine of its "
+            "own is not built yet; use one_engine=True, or leave it unset"
+        )
     if spec_plan.speculative_token_tree != chain(spec_plan.num_speculative_tokens):
         raise UnsupportedError(
             f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
@@ -180,6 +185,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         draft_tensor_parallel_size=_draft_tp(config, row, target),
         speculative_token_tree=_tree(config, k),
         draft_sample_method=config.draft_sample_method,
+        draft_confidence_threshold=config.draft_confidence_threshold,
         capture_layers=capture,
         mask_token_id=_mask_token_id(mode, target, draft),
         options=options.of(config),

@@ -36,14 +36,20 @@ class SpecWorker(nn.Module):
     """A worker that samples, accepts, and drafts with a head in the chain of methods.chain.
 
     A subclass drafts in another way. capture_layers: hidden states of the target that the worker reads, "after layer
-    i", -1 = after the last norm. greedy: drafts are arg-max, whatever the requests ask for. d2t: [Vd] int64, target id
-    = draft id + d2t.
+    i", -1 = after the last norm. greedy: drafts are arg-max, whatever the requests ask for. confidence_threshold: see
+    `likely_lens`; None = all drafts are verified. d2t: [Vd] int64, target id = draft id + d2t.
     """
 
     d2t: Tensor
 
     def __init__(
-        self, head: DraftHead, max_draft_len: int, capture_layers: Sequence[int], greedy: bool = False
+        self,
+        head: DraftHead,
+        max_draft_len: int,
+        capture_layers: Sequence[int],
+        greedy: bool = False,
+        *,
+        confidence_threshold: float | None = None,
     ) -> None:
         super().__init__()
         self.head = head
@@ -52,6 +58,7 @@ class SpecWorker(nn.Module):
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
+        self.confidence_threshold = confidence_threshold
 
     @classmethod
     def of(cls, head: DraftHead, speculation: SpeculationPlan) -> Self:
@@ -62,8 +69,8 @@ class SpecWorker(nn.Module):
 
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """Return the constructor arguments that only this kind of worker has."""
-        return {}
+        """Return the keyword arguments of the constructor."""
+        return {"confidence_threshold": speculation.draft_confidence_threshold}
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
@@ -168,9 +175,9 @@ class SpecWorker(nn.Module):
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         sampling = self.draft_sampling(counts, spec)
-        kept = replace(attn, kv_lens=kv_lens)
-        drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend)
-        return drafts, self.draft_lens(drafts, hidden, spec)
+        kept, probs = replace(attn, kv_lens=kv_lens), self.new_probs()
+        drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend, probs)
+        return drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), probs)
 
     def no_drafts(self, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
         """Return the result of `draft` for K' = 0: [B, 0] int64, [B] int32."""
@@ -184,28 +191,53 @@ class SpecWorker(nn.Module):
         """
         return torch.full_like(spec.draft_lens, spec.next_draft_len)
 
+    def new_probs(self) -> list[Tensor] | None:
+        """Return a list for the probabilities of drafts; None = nobody asks for them."""
+        return None if self.confidence_threshold is None else []
+
+    def likely_lens(self, lens: Tensor, probs: Sequence[Tensor] | None) -> Tensor:
+        """Return `lens` [B] int32, cut before the first draft that is accepted with less than the threshold.
+
+        A draft is accepted with the product of its probability and of those before it. probs: [B] fp32 by pass, the
+        probability that the draft layers give their draft, without temperature, filters and noise. On real text this
+        is close to the share of drafts that are accepted, sampled ones too. The cut changes no token.
+        """
+        if probs is None or self.confidence_threshold is None:
+            return lens
+        accepted, likely = torch.ones_like(probs[0]), torch.zeros_like(lens)
+        for prob in probs:
+            accepted = accepted * prob
+            likely = likely + (accepted >= self.confidence_threshold).int()  # of NaN: False
+        return torch.minimum(lens, likely)
+
     def draft_sampling(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
         """Return how to sample the first draft of each request, after its `counts` [B] new tokens."""
         sampling = spec.sampling.select(spec.logits_rows()[:, 0])
         return replace(sampling, positions=sampling.positions + (counts - 1).clamp(min=0) + 1)
 
     def draft_from(
-        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
+        self,
+        hidden: Tensor,
+        attn: AttnMetadata,
+        sampling: SamplingTensors,
+        num_drafts: int,
+        attend: PagedAttend,
+        probs: list[Tensor] | None = None,
     ) -> Tensor:
-        """Return drafts [B, num_drafts] int64.
+        """Return drafts [B, num_drafts] int64, and append the probabilities [B] of each pass to `probs`.
 
         hidden: [B, H] of the last row that each request keeps. attn: the rows, with the KV lengths that are kept.
         sampling: of the first draft.
         """
         moves = self.head.advance_draft_positions
         rows = attn.advance() if moves else attn.last_rows()
-        start = ChainState(self.sample_drafts(0, hidden, sampling), rows, sampling.advance(), hidden)
+        start = ChainState(self.sample_drafts(0, hidden, sampling, probs), rows, sampling.advance(), hidden)
 
         def forward(step: int, state: ChainState) -> tuple[Tensor, Tensor]:
             assert state.hidden is not None
             positions = state.attn.kv_lens.long() - 1  # one row per request, its last
             after = self.next_pass(step, state.tokens, state.hidden, positions, attend.at(state.attn))
-            return self.sample_drafts(step, after, state.sampling), after
+            return self.sample_drafts(step, after, state.sampling, probs), after
 
         return draft_chain(start, num_drafts, forward, moves)
 
@@ -263,12 +295,20 @@ class SpecWorker(nn.Module):
         offered = torch.arange(drafts.shape[1], device=drafts.device) < draft_lens[:, None]
         return torch.cat((last, torch.where(offered, drafts, -1)), dim=1)
 
-    def sample_drafts(self, step: int, hidden: Tensor, sampling: SamplingTensors) -> Tensor:
+    def sample_drafts(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None
+    ) -> Tensor:
         """Sample drafts [B] int64, as target ids, from hidden [B, H] of pass `step`.
 
-        The noise is the one that the target will use at the same positions.
+        The noise is the one that the target will use at the same positions. The drafts' probabilities [B] fp32 (see
+        likely_lens) are appended to `probs`.
         """
-        return self.draw_from(self.draft_logits(step, hidden), sampling)
+        logits = self.draft_logits(step, hidden)
+        drafts = self.draw_from(logits, sampling)
+        if probs is not None:
+            column = self.draft_ids[drafts].clamp(min=0)[:, None]
+            probs.append(torch.softmax(logits, -1).gather(1, column)[:, 0])
+        return drafts
 
     def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """Sample drafts [B] int64 from draft logits [B, Vd] fp32, as `sample_drafts` does."""

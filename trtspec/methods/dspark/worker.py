@@ -9,16 +9,13 @@ same at K = block_size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
 from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.dspark.head import DSparkHead
-from trtspec.methods.dspark.options import DSparkOptions
 from trtspec.models.attention import PagedAttend
 from trtspec.models.layers import weight_bytes
 
@@ -27,7 +24,7 @@ class DSparkWorker(DFlashWorker):
     """A worker that runs one pass over the block, and then draws the drafts from left to right.
 
     The output of the pass, `hidden` [B * width, H + R], is h of each row and e of the first token of the row's block.
-    confidence_threshold: DSparkOptions.draft_confidence_threshold.
+    The confidence head judges the drafts, where there is a threshold.
     """
 
     head: DSparkHead
@@ -42,15 +39,15 @@ class DSparkWorker(DFlashWorker):
         mask_token_id: int,
         confidence_threshold: float | None = None,
     ) -> None:
-        super().__init__(head, max_draft_len, capture_layers, greedy, mask_token_id=mask_token_id)
-        self.confidence_threshold = confidence_threshold
+        super().__init__(
+            head,
+            max_draft_len,
+            capture_layers,
+            greedy,
+            mask_token_id=mask_token_id,
+            confidence_threshold=confidence_threshold,
+        )
         self.lead = 0 if head.spec.from_anchor else 1  # number of rows before that of the first draft
-
-    @classmethod
-    def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """Keyword arguments of the worker: those of DFlashWorker, and the confidence threshold."""
-        threshold = cast("DSparkOptions", speculation.options).draft_confidence_threshold
-        return {**super().settings(speculation), "confidence_threshold": threshold}
 
     def read_in(
         self, inputs: StepInputs, captured: Tensor, accepted: Tensor, counts: Tensor, attend: PagedAttend

@@ -117,7 +117,13 @@ class MtpWorker(SpecWorker):
         return super().draft(hidden, counts, kv_lens, attn.keep(counts > 0), spec, attend)
 
     def draft_from(
-        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
+        self,
+        hidden: Tensor,
+        attn: AttnMetadata,
+        sampling: SamplingTensors,
+        num_drafts: int,
+        attend: PagedAttend,
+        probs: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the drafts, with the arguments of SpecWorker.draft_from.
 
@@ -148,9 +154,9 @@ class MtpWorker(SpecWorker):
             h = self.head.feedback(h.flatten(0, 1), step - 1)
             y = self.head(ids.flatten(), h, there.positions(B * step), attend.at(there), step)
             y = y.view(B, step, -1)
-            return self.sample_drafts(step, y[request, known.clamp(max=step) - 1], state.sampling), y
+            return self.sample_drafts(step, y[request, known.clamp(max=step) - 1], state.sampling, probs), y
 
-        first = self.sample_drafts(0, outputs[:, 0], sampling)
+        first = self.sample_drafts(0, outputs[:, 0], sampling, probs)
         start = ChainState(first, attn.advance(), sampling.advance(), outputs[:, :0])
         return draft_chain(start, num_drafts, forward)
 

@@ -49,15 +49,16 @@ class MaskWorker(SpecWorker, ABC):
         greedy: bool = False,
         *,
         mask_token_id: int,
+        confidence_threshold: float | None = None,
     ) -> None:
-        super().__init__(head, max_draft_len, capture_layers, greedy)
+        super().__init__(head, max_draft_len, capture_layers, greedy, confidence_threshold=confidence_threshold)
         self.mask_token_id = mask_token_id
 
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
-        """Keyword arguments of the worker: the id of the mask token."""
+        """Return the keyword arguments of SpecWorker, and the id of the mask token."""
         assert speculation.mask_token_id is not None
-        return {"mask_token_id": speculation.mask_token_id}
+        return {**super().settings(speculation), "mask_token_id": speculation.mask_token_id}
 
     @abstractmethod
     def read_in(
@@ -77,11 +78,13 @@ class MaskWorker(SpecWorker, ABC):
         """Draw all drafts at once. hidden: [B * K', H] of `read_in`; other shapes are those of SpecWorker.draft."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
-        drafts = self.draw_all(hidden, counts, spec)
-        return drafts, self.draft_lens(drafts, hidden, spec)
+        probs = self.new_probs()
+        drafts = self.draw_all(hidden, counts, spec, probs)
+        by_pass = None if probs is None else probs[0].view_as(drafts).unbind(1)
+        return drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), by_pass)
 
-    def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata) -> Tensor:
-        """Return drafts [B, K'] int64.
+    def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata, probs: list[Tensor] | None) -> Tensor:
+        """Return drafts [B, K'] int64, and append their probabilities [B * K'] to `probs`.
 
         hidden: [B * K', H], K' rows of each request. counts: [B], number of tokens that each request was given.
         """
@@ -89,7 +92,7 @@ class MaskWorker(SpecWorker, ABC):
         one = self.draft_sampling(counts, spec)  # [B]
         request = torch.arange(B, device=counts.device)[:, None].expand(B, K).flatten()  # [B * K']
         sampling = replace(one.select(request), positions=self.each(one.positions, K).flatten())
-        return self.sample_drafts(0, hidden, sampling).view(B, K)
+        return self.sample_drafts(0, hidden, sampling, probs).view(B, K)
 
     @staticmethod
     def each(first: Tensor, number: int) -> Tensor:
