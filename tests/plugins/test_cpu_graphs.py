@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
 from trtspec.errors import CheckpointError, EngineError
-from trtspec.ops import GraphUse, load_plugins, open_row, rms_norm
+from trtspec.ops import GraphUse, Lent, load_plugins, open_row, rms_norm
 
 if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
@@ -258,3 +259,25 @@ def test_a_graph_that_calls_ops_by_the_dispatcher_is_for_torch_s_loader(package:
     assert unpack(package, tmp_path) == tmp_path / "layer.so"
     (given,) = load_graph(normed, {}, [torch.zeros(ROWS, SIZE)])([*example[:2]])
     torch.testing.assert_close(given, rms_norm(*example[:2], 1e-5))
+
+
+def test_a_row_may_go_while_another_model_is_traced(library: Path) -> None:
+    """The garbage collector may run at any time. A trace neither contains its work nor keeps it from being done."""
+    given = torch.ones(SIZE)
+    layer, lent = Layer(), Lent()
+    borrowers = [layer, open_row([use(library, layer, torch.zeros(ROWS, SIZE))])]
+    (number,) = borrowers[1].args[0]  # type: ignore[attr-defined]
+    own = lent.lend(given)
+    lent.until_gone(layer)
+    del layer
+
+    def traced(x: Tensor) -> Tensor:
+        borrowers.clear()
+        gc.collect()
+        return x + 1
+
+    graph = make_fx(traced, tracing_mode="fake")(torch.ones(2)).graph
+    assert [node.name for node in graph.nodes if node.op == "call_function"] == ["add"]
+    assert (own.numel(), given.numel()) == (0, SIZE)
+    with pytest.raises(RuntimeError, match=f"run_graphs: graph {number} is not open"):
+        torch.ops.trtspec_graphs.run_graphs([number], [torch.zeros(ROWS, SIZE)])

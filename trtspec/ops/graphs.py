@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trtspec.ops.dispatch import has_op
 
@@ -54,9 +55,13 @@ class Lent:
         weakref.finalize(borrower, self.take_back).atexit = False  # type: ignore[misc]
 
     def take_back(self) -> None:
-        """Empty all lent tensors. The graph must not run again."""
-        for tensor in self._tensors:
-            tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device).untyped_storage())
+        """Empty all lent tensors. The graph must not run again.
+
+        The garbage collector may call this while torch.export traces another model, which must not see it.
+        """
+        with _disable_current_modes():
+            for tensor in self._tensors:
+                tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device).untyped_storage())
 
 
 def runs_graphs() -> bool:
@@ -88,5 +93,6 @@ def open_row(uses: Sequence[GraphUse]) -> Callable[[list[Tensor]], list[Tensor]]
 
 
 def _close(numbers: Sequence[int]) -> None:
-    for number in numbers:
-        torch.ops.trtspec_graphs.close_graph(number)
+    with _disable_current_modes():  # as in Lent.take_back
+        for number in numbers:
+            torch.ops.trtspec_graphs.close_graph(number)
