@@ -225,7 +225,7 @@ class SpecMetadata:
     sampling: SamplingTensors
     constraints: LogitConstraints | None = None  # None: no request has constraints or wants logprobs
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
-    is_uniform: bool = False  # every request is a generation with K drafts, and graphs may rely on it
+    is_uniform: bool = False  # every request has K drafts and K + 1 rows, and graphs may rely on it
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
@@ -248,6 +248,7 @@ class SpecMetadata:
             forced_accept=new((B,), -1),
             sampling=sampling,
             next_draft_len=next_draft_len,
+            is_uniform=attn.width == 1,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,22 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
             sizes.add((inputs.spec.num_contexts, inputs.spec.num_generations))
     assert (0, 1) in sizes
     assert len(sizes) >= (4 if uniform else 9)
+
+
+def test_drafts_of_little_probability_are_cut_in_a_network(recorders: dict[str, Recorder]) -> None:
+    eager = recorders["sampled"].inner.step
+    worker = copy.copy(eager.worker)
+    worker.confidence_threshold = 0.05
+    step = OneEngineStep(eager.decoder, worker, functional=True)
+    network = written(step, 4, K)
+    inputs = replace(example_batch(K, 4), input_ids=torch.arange(5 + 2 * (K + 1)) % 7)
+    blocks = int(inputs.attn.block_tables.max()) + 1
+    before = [tuple(torch.zeros(blocks, 4, h, d) for _ in "kv") for h, d, _ in step.kv_layers]
+    with torch.no_grad():
+        wanted = graph_outputs(step(inputs, list(before)), output_names(step))
+    got = network._run(graph_inputs(inputs, input_names(step)) | caches_of(before))
+    assert torch.equal(got["next_draft_lens"], wanted["next_draft_lens"])
+    assert 0 < int(wanted["next_draft_lens"].sum()) < 4 * K
 
 
 @pytest.mark.long

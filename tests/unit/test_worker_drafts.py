@@ -122,6 +122,8 @@ def test_drafts_are_cut_where_their_probability_falls_below_the_threshold(seed: 
     """The probability of a draft is that of all drafts up to it, in softmax of the table, whatever the temperature."""
     rng = random.Random(seed)
     batch, threshold = random_batch(rng), rng.choice((0.0, 0.001, 0.05, 0.3))
+    for row in batch:
+        row.request.sampling = rng.choice((GREEDY, sampled(rng.randrange(100))))
     inputs = built_inputs(batch, 4)
     worker = Tables()
     worker.confidence_threshold = threshold

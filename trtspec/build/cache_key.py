@@ -142,7 +142,7 @@ def key_facts(context: BuildContext, digests: Digests, cxx: tuple[str, str]) -> 
             role: {file.name: digests.of(file) for file in files} for role, files in checkpoint_files(context).items()
         },
         "options": {**graph_options(context.config), "dtype": str(context.dtype).removeprefix("torch.")},
-        "speculation": _in_graphs(context.spec_plan),
+        "speculation": in_graphs(context.spec_plan),
         "vocabulary": context.vocabulary is not None,
         "machine": machine(USUAL_COMPILER),
         "torch": [torch.__version__, torch.version.git_version, torch.backends.cpu.get_cpu_capability()],
@@ -167,7 +167,7 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def _in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
+def in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
     """Settings of speculation that graphs depend on; all others apply at run time."""
     if spec_plan is None or not spec_plan.mode.shapes_graphs():
         return None
@@ -179,5 +179,6 @@ def _in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
         "capture_layers": spec_plan.capture_layers,
         "mask_token_id": spec_plan.mask_token_id,
         "draft_sample_method": spec_plan.draft_sample_method,
+        "draft_confidence_threshold": spec_plan.draft_confidence_threshold,
         "options": asdict(spec_plan.options) if drafts else None,
     }

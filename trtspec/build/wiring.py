@@ -109,8 +109,14 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     ahead = mode.rows_ahead(K)
     scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional)
     # A drafter or collector reads tokens or states on the host between two steps: then the next one must wait.
-    overlaps = gpu is not None and drafter is None and collector is None
-    loop = (OverlapLoop if overlaps and not config.disable_overlap_scheduler else SteadyLoop)(
+    overlaps = gpu is not None and drafter is None and collector is None and not config.disable_overlap_scheduler
+    if overlaps and spec_plan is not None and spec_plan.draft_confidence_threshold is not None:
+        logger.warning(
+            "draft_confidence_threshold=%g loses accepted drafts and saves nothing: on a GPU the rows of a step are "
+            "laid out before its drafts are known; leave it unset",
+            spec_plan.draft_confidence_threshold,
+        )
+    loop = (OverlapLoop if overlaps else SteadyLoop)(
         scheduler,
         InputBuilder(mode, K, forced, loaded[0].draft_lens),
         cast("AsyncExecutable", loaded[0].executable),

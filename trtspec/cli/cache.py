@@ -71,6 +71,8 @@ def _row(kept: Kept) -> tuple[str, ...]:
     speculation: Mapping[str, Any] = facts.get("speculation") or {}
     lengths = ", ".join(map(str, speculation.get("draft_lens", ())))
     mode = f"{speculation['mode']}, K = {lengths}" if speculation else "plain, and drafters of the host"
+    threshold = speculation.get("draft_confidence_threshold")
+    mode += "" if threshold is None else f", threshold {threshold:g}"
     options = ", ".join(f"{name} {value}" for name, value in facts.get("options", {}).items() if value is not None)
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.last_used))
     return (

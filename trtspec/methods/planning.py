@@ -119,7 +119,7 @@ def plan_speculation(
     if spec_plan.draft_confidence_threshold is not None and spec_plan.mode is SpeculativeDecodingMode.DRAFT_TARGET:
         raise UnsupportedError(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft model in an engine of its "
-            "own is not built yet; use one_engine=True, or leave it unset"
+            "own is not built yet; leave it unset, or use one_engine=True for a draft of the target's vocabulary"
         )
     if spec_plan.speculative_token_tree != chain(spec_plan.num_speculative_tokens):
         raise UnsupportedError(

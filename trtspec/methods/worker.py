@@ -208,7 +208,7 @@ class SpecWorker(nn.Module):
         for prob in probs:
             accepted = accepted * prob
             likely = likely + (accepted >= self.confidence_threshold).int()  # of NaN: False
-        return torch.minimum(lens, likely)
+        return torch.where(likely < lens, likely, lens)
 
     def draft_sampling(self, counts: Tensor, spec: SpecMetadata) -> SamplingTensors:
         """Return how to sample the first draft of each request, after its `counts` [B] new tokens."""
@@ -306,8 +306,8 @@ class SpecWorker(nn.Module):
         logits = self.draft_logits(step, hidden)
         drafts = self.draw_from(logits, sampling)
         if probs is not None:
-            column = self.draft_ids[drafts].clamp(min=0)[:, None]
-            probs.append(torch.softmax(logits, -1).gather(1, column)[:, 0])
+            chosen = logits.gather(1, self.draft_ids[drafts].clamp(min=0)[:, None])
+            probs.append(1 / (logits - chosen).exp().sum(1))  # softmax, written with operators that TensorRT has
         return drafts
 
     def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
