@@ -144,12 +144,13 @@ class Load:
             self.launch(batch[: len(batch) // 2])
             self.launch(batch[len(batch) // 2 :])
         self.seen["steps"] += 1
-        self.seen["same layout"] += batch == self.last
-        self.last = batch
+        self.seen["same layout"] += (batch,) == self.latest[-1:]
+        self.seen["earlier layout"] += batch in self.latest[:-1]
+        self.latest = (*self.latest[-5:], batch)
         for row in batch:
             self.finish(row.request, row.num_rows, row.draft_len, row.emits)
 
-    last: Batch = ()
+    latest: tuple[Batch, ...] = ()
     before: tuple[StepInputs, dict[str, Tensor]] | None = None
 
     def launch(self, batch: Batch) -> None:
@@ -205,8 +206,21 @@ def test_inputs_are_those_made_from_scratch(block_of_seeds: int) -> None:
         seen += load.seen
         seen["preemptions"] += load.scheduler.num_preemptions
         load.allocator.check(load.scheduler.live())
-    assert min(seen["same layout"], seen["preemptions"]) > 50, seen
+    assert min(seen["same layout"], seen["earlier layout"], seen["preemptions"]) > 50, seen
     assert seen["steps"] > 1000
+
+
+def test_lengths_that_come_again_have_their_layout_again() -> None:
+    """One request has K + 1 layouts; eight are kept, with two sets of tensors each."""
+    load = Load(0)
+    load.submit()
+    batch = load.scheduler.schedule()
+    (row,) = batch
+    batches = [(row._replace(num_rows=n),) for n in range(1, 10)]
+    tensors = {load.builder.build(one).spec.gather_ids for one in batches * 3}
+    assert len(tensors) == 9 * 3  # the ninth takes the place of the first, and so on
+    tensors = {load.builder.build(one).spec.gather_ids for one in batches[:8] * 3}
+    assert len(tensors) == 8
 
 
 def test_a_tensor_written_through_numpy_has_a_new_version() -> None:

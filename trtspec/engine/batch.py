@@ -2,14 +2,15 @@
 
 As long as the same requests run with the same numbers of rows and drafts, the shapes of a step's tensors and most of
 their contents do not change. A `_Layout` holds those tensors. The tensors that change are preallocated twice, in two
-`_Frame`s that alternate, so that a step in flight keeps its own inputs.
+`_Frame`s that alternate, so that a step in flight keeps its own inputs. The latest layouts are kept: the number of
+drafts often changes from step to step, and few requests have few combinations.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import numpy as np
@@ -35,6 +36,15 @@ class _Layout:
     owners: np.ndarray  # [R] request of each logits row
     back: np.ndarray  # [R] position of the token it draws, relative to its request's kv_len: <= 0
     draft_rows: np.ndarray  # [G, K] packed row of each draft; past the draft_len, the last one again
+    frames: list[_Frame] = field(default_factory=list)  # at most two; the second is that of the last step
+
+    def next_frame(self) -> _Frame:
+        """Return the older of the two frames, which becomes the newer one."""
+        if len(self.frames) < 2:
+            self.frames.append(_Frame(self))
+        else:
+            self.frames.reverse()
+        return self.frames[-1]
 
 
 class _Frame:
@@ -163,18 +173,15 @@ class InputBuilder:
         self.max_draft_len = max_draft_len
         self.forced_accept = forced_accept
         self.graph_draft_lens = graph_draft_lens
-        self._layout: _Layout | None = None
-        self._frames: tuple[_Frame | None, _Frame | None] = (None, None)  # the second is that of the last step
+        self._layouts: list[_Layout] = []  # those of the latest steps, the last one first
 
     def build(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
         """Inputs of T packed rows in the order of the batch; core.SpecMetadata explains logits rows and next_draft_len.
 
         The tensors stay valid until the inputs of the second step from now are built.
         """
-        layout = self._layout
-        if layout is None or layout.batch != batch or layout.spec.next_draft_len != next_draft_len:
-            layout = self._layout = self._make_layout(batch, next_draft_len)
-        inputs = self._next_frame(layout).fill(batch)
+        layout = self._layout_of(batch, next_draft_len)
+        inputs = layout.next_frame().fill(batch)
         constraints = logit_constraints(batch)
         return inputs if constraints is None else replace(inputs, spec=replace(inputs.spec, constraints=constraints))
 
@@ -196,30 +203,27 @@ class InputBuilder:
         ids [B * (K+1)]: the input tokens. ends [B]: length of each sequence including them. If blocks changed since the
         last step, call invalidate_tables or add_blocks first.
         """
-        assert self._layout is not None
-        return self._next_frame(self._layout).repeat(ids, ends)
+        return self._layouts[0].next_frame().repeat(ids, ends)
 
     def invalidate_tables(self) -> None:
         """Make repeat_batch compare the block tables with the requests once."""
-        assert self._layout is not None
-        self._frames = (self._frame(self._frames[0], self._layout), self._frame(self._frames[1], self._layout))
-        for frame in self._frames:
+        for frame in self._layouts[0].frames:
             frame.stale = True
 
     def add_blocks(self, b: int, start: int, blocks: list[int]) -> None:
         """Add new blocks to row b of the last batch, from column `start` of its table on, for repeat_batch."""
-        for frame in self._frames:
-            assert frame is not None
+        for frame in self._layouts[0].frames:
             frame.new_blocks += [(b, start + i, block) for i, block in enumerate(blocks)]
 
-    def _next_frame(self, layout: _Layout) -> _Frame:
-        """The older of the two frames, which becomes the newer one."""
-        frame = self._frame(self._frames[0], layout)
-        self._frames = self._frames[1], frame
-        return frame
-
-    def _frame(self, frame: _Frame | None, layout: _Layout) -> _Frame:
-        return frame if frame is not None and frame.layout is layout else _Frame(layout)
+    def _layout_of(self, batch: Batch, next_draft_len: int) -> _Layout:
+        """Return a kept layout, or a new one. It becomes the first of those that are kept."""
+        for i, layout in enumerate(self._layouts):
+            if layout.batch == batch and layout.spec.next_draft_len == next_draft_len:
+                self._layouts.insert(0, self._layouts.pop(i))
+                return layout
+        layout = self._make_layout(batch, next_draft_len)
+        self._layouts = [layout, *self._layouts[: _KEPT - 1]]
+        return layout
 
     def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
         B, C = len(batch), sum([row.is_context for row in batch])
@@ -251,5 +255,6 @@ class InputBuilder:
         return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
 
 
+_KEPT = 8  # layouts; one request has K + 1 of them
 _SPARE_COLUMNS = 16  # added when a block table grows, so that it does not grow every few steps
 _NO_TREE = torch.empty(0, dtype=torch.int32)
