@@ -277,7 +277,7 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument("--rounds", type=int, default=3, help="of speed")
     parser.add_argument("--prompts", type=int, help="of each set (default: all)")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=("vllm",))
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=("vllm",), help="none: our own methods alone")
     parser.add_argument("--p-min", nargs="+", type=float, default=(0.0, 0.5), help="of llama.cpp: to go on drafting")
     parser.add_argument(
         "--schedule", nargs="+", type=_pair, default=((2, 3), (5, 2), (8, 1)), metavar="BATCH:K",

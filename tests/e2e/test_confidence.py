@@ -64,7 +64,8 @@ def test_no_token_changes(models: Models, mode: M) -> None:
     assert 0 < found.speculation.acceptance_per_position[0] < 1
 
 
-@pytest.mark.parametrize("backend", ["aoti", pytest.param("onnx", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["aoti", "onnx"])
 def test_a_graph_cuts_the_same_drafts(models: Models, backend: str) -> None:
     wanted, found = run(models, M.EAGLE3_ONE_MODEL, 0.02), run(models, M.EAGLE3_ONE_MODEL, 0.02, backend)
     assert found.speculation.num_draft_tokens == wanted.speculation.num_draft_tokens

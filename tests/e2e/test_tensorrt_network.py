@@ -58,6 +58,7 @@ def test_an_eagle3_step_is_what_its_network_computes(recorders: dict[str, Record
     assert len(sizes) >= (4 if uniform else 9)
 
 
+@pytest.mark.long
 def test_drafts_of_little_probability_are_cut_in_a_network(recorders: dict[str, Recorder]) -> None:
     eager = recorders["sampled"].inner.step
     worker = copy.copy(eager.worker)
