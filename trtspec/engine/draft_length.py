@@ -1,0 +1,283 @@
+"""Chooses how many drafts a step makes and verifies, so that speculation is used where it saves time.
+
+Two decisions are made before each launch. `make`: how many drafts the launch makes for each request. `verify`: how many
+of its drafts each request verifies. Both maximise the expected tokens per second of the batch. The time of a step comes
+from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
+
+Decisions follow from calls alone, never from a clock. So a recorded trace gives the same decisions again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from trtspec.engine.step_costs import StepCosts
+
+DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
+SHARED_DECAY = 0.98  # of the counts of all requests, which are what is expected of a new one
+WEIGHT = 1.0  # number of drafts that what is expected of a share counts for
+FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
+PLAIN = 0.03  # of the rate, that drafts must gain
+MARGIN = 0.02  # of the rate: what another choice must gain
+KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest
+SURPRISE = 0.01  # likelihood of a run of outcomes below which what was counted before is out of date
+PROBE_STEPS = 2  # in a row, in which drafts are tried again
+FIRST_REST = 16  # steps without drafts until they are tried again; doubled while that does not pay ...
+LONGEST_REST = 64  # ... up to this
+
+
+class Outcome(NamedTuple):
+    """A request's part of a step that verified drafts."""
+
+    request_id: int
+    verified: int
+    accepted: int
+
+
+class Counts:
+    """Decayed numbers of drafts that were verified, and of those that were accepted, at each position, [K]."""
+
+    def __init__(self, length: int, decay: float) -> None:
+        self.verified = [0.0] * length
+        self.accepted = [0.0] * length
+        self.decay = decay
+
+    def observe(self, verified: int, accepted: int) -> None:
+        """Count the drafts of a step. A draft after one that was not accepted says nothing."""
+        self.fade(self.decay)
+        for j in range(min(verified, accepted + 1)):
+            self.verified[j] += 1
+            self.accepted[j] += j < accepted
+
+    def fade(self, part: float) -> None:
+        """Make everything that was counted so far count for `part` of what it did."""
+        self.verified = [count * part for count in self.verified]
+        self.accepted = [count * part for count in self.accepted]
+
+
+@dataclass
+class _Known:
+    """What is known of a request.
+
+    A request whose drafts do not pay rests: it drafts nothing for a number of steps. Then drafts are tried again.
+    """
+
+    counts: Counts
+    chances: list[float]  # [K], that a draft and all before it are accepted
+    rest: int = 0  # steps until drafts are tried again; 0: they are used where they pay
+    rest_batch: int = 0  # requests of the batch in which the rest began
+    next_rest: int = FIRST_REST  # steps of the next rest
+    probe: int = 0  # steps of an attempt that are left: drafts are verified whether they pay or not
+    offered: bool = False  # whether there were drafts for the next step
+    accepts: bool = True  # whether the last first draft was accepted
+    times: int = 0  # number of equal outcomes in a row ...
+    run: float = 1.0  # ... and how likely they were
+
+    def see_run(self, accepted: bool) -> None:
+        """Note whether a first draft was accepted.
+
+        A run of equal outcomes that was unlikely says that the text changed. Earlier counts then count little.
+        """
+        chance = self.chances[0] if accepted else 1 - self.chances[0]
+        going_on = accepted == self.accepts
+        self.times, self.run = (self.times + 1, self.run * chance) if going_on else (1, chance)
+        self.accepts = accepted
+        if self.times > 1 and self.run < SURPRISE:
+            self.counts.fade(KEPT)
+            self.times, self.run = 0, 1.0
+
+    def begin_rest(self, batch: int) -> None:
+        """Begin a rest; the next one will be twice as long."""
+        self.rest, self.rest_batch = self.next_rest, batch
+        self.next_rest = min(2 * self.next_rest, LONGEST_REST)
+
+
+class DraftLength:
+    """The two decisions, for one engine.
+
+    costs: its draft_lens are what a launch can make, 0 first. If that is all, drafts are looked up, which takes no
+    time: `make` gives 0, and all that are found are offered to `verify`. most: K, the most drafts that a request
+    verifies.
+    """
+
+    def __init__(self, costs: StepCosts, most: int) -> None:
+        self.costs = costs
+        self.most = most
+        self.made = 0  # the last decision of make
+        self.trace: list[tuple[str, tuple[Any, ...], object]] | None = None  # calls and results; None: not recorded
+        self._last_asked: tuple[tuple[int, ...], int] = (), 0  # arguments and result of _could_pay
+        self._last_answer = False
+        self._shared = Counts(most, SHARED_DECAY)
+        self._requests: dict[int, _Known] = {}
+
+    def observe(self, outcomes: Sequence[Outcome]) -> None:
+        """Count what a step accepted."""
+        for request_id, verified, accepted in outcomes:
+            if verified:
+                known = self._of(request_id)
+                known.see_run(accepted > 0)
+                known.counts.observe(verified, accepted)
+                self._shared.observe(verified, accepted)
+                known.chances = self._chances(known.counts)
+        self._record("observe", (list(outcomes),), None)
+
+    def make(self, limits: Sequence[tuple[int, int]], batch: int) -> int:
+        """Number of drafts that the next launch makes for each request. Call it once for each launch.
+
+        limits: ids of the requests that speculate, and the most drafts that each verifies. batch: number of all
+        requests of the launch.
+        """
+        pairs = [(self._of(request_id), limit) for request_id, limit in limits]
+        self.made = self._make(pairs, batch)
+        self._record("make", (list(limits), batch), self.made)
+        return self.made
+
+    def verify(self, drafts: Sequence[tuple[int, int]], batch: int) -> list[int]:
+        """Number of drafts that each request verifies in the next launch, which has `batch` requests.
+
+        drafts: ids of those that speculate, and the number of drafts that there are of each.
+        """
+        lengths = self._verify([(self._of(request_id), min(count, self.most)) for request_id, count in drafts], batch)
+        self._record("verify", (list(drafts), batch), lengths)
+        return lengths
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is known of a request that has ended."""
+        self._requests.pop(request_id, None)
+        self._record("forget", (request_id,), None)
+
+    def _make(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> int:
+        limits = tuple([limit for _, limit in pairs])
+        most = max(limits, default=0)
+        if most == 0:
+            return 0
+        inside = len(self.costs.draft_lens) > 1
+        could_pay = self._could_pay(limits, batch)
+        if could_pay and all(known.rest > 1 and batch >= known.rest_batch for known, _ in pairs):
+            for known, _ in pairs:
+                known.rest -= 1
+            return 0
+        self._wake([known for known, _ in pairs], could_pay, inside)
+        lengths = [made for made in self.costs.draft_lens if made <= most]
+        if inside and lengths[-1] < most:
+            lengths.append(self._graph(most))
+        # a rest is as good as over if the batch has become smaller
+        chances = [[] if known.rest and batch >= known.rest_batch else known.chances[:limit] for known, limit in pairs]
+        found = {
+            made: self._best(made, batch, [one[:made] for one in chances] if inside else chances) for made in lengths
+        }
+        best = max(lengths, key=lambda made: found[made][0] * self._bonus(made))
+        least = found[best][1]
+        for known, limit in pairs:
+            if limit and (best > 0 or not inside) and known.chances[0] >= least:
+                known.rest, known.next_rest = 0, FIRST_REST
+            elif known.rest:
+                known.rest_batch = min(known.rest_batch, batch)
+            elif could_pay and not known.probe:
+                known.begin_rest(batch)
+        probes = could_pay and inside and any(known.probe > 1 for known, _ in pairs)
+        return best or (self.costs.draft_lens[1] if probes else 0)
+
+    def _bonus(self, made: int) -> float:
+        return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self.made)
+
+    def _wake(self, knowns: Sequence[_Known], could_pay: bool, inside: bool) -> None:
+        """Count a step of each attempt and each rest. Where a rest is over, those of others that are half over end too.
+
+        An attempt with drafts that are looked up lasts until some were found. Rests do not count on while no drafts
+        could pay.
+        """
+        for known in knowns:
+            if known.probe and (inside or known.offered):
+                known.probe -= 1
+            known.offered = False
+        if not could_pay:
+            return
+        resting = [known for known in knowns if known.rest]
+        for known in resting:
+            known.rest -= 1
+        if any(not known.rest for known in resting):
+            for known in resting:
+                if 4 * known.rest <= known.next_rest:
+                    known.rest, known.probe = 0, PROBE_STEPS + 1  # in the last one, no more drafts are begun
+                    known.counts.fade(KEPT)
+                    known.chances = self._chances(known.counts)
+
+    def _could_pay(self, limits: tuple[int, ...], batch: int) -> bool:
+        """Whether drafts would save time if all were accepted. limits: the most drafts of each request."""
+        key = limits, batch
+        if key != self._last_asked:
+            plain = batch / self.costs.curve(0, batch, self.most)[0]
+            rates = []
+            for most in self.costs.draft_lens[1:] or (1, self.most):
+                drafts = sum([min(limit, most) for limit in limits])
+                rates.append((batch + drafts) / self.costs.curve(self._graph(most), batch, self.most)[drafts])
+            self._last_asked, self._last_answer = key, max(rates) > plain * (1 + MARGIN)
+        return self._last_answer
+
+    def _graph(self, most: int) -> int:
+        """The least number of drafts that a launch can make, of those that are at least `most`, else the largest."""
+        return next((made for made in self.costs.draft_lens if made >= most), self.costs.draft_lens[-1])
+
+    def _verify(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> list[int]:
+        chances = [[] if known.rest else known.chances[:count] for known, count in pairs]
+        made = self._graph(max((self.made, *(count for _, count in pairs))))
+        best, least = self._best(made, batch, chances)
+        tokens, rows = batch + sum(map(sum, chances)), sum(map(len, chances))
+        if least <= 1 and tokens / self.costs.curve(made, batch, self.most)[rows] * (1 + MARGIN) >= best:
+            least = 0.0  # all of them: a batch whose shapes do not change costs the host less
+        for known, count in pairs:
+            known.offered = known.offered or count > 0
+        return [
+            count if known.probe > 1 else sum([chance >= least for chance in one])
+            for (known, count), one in zip(pairs, chances, strict=True)
+        ]
+
+    def _best(self, made: int, batch: int, chances: Sequence[Sequence[float]]) -> tuple[float, float]:
+        """Largest expected tokens per second, and the least chance of a draft that is verified then.
+
+        chances: of the drafts that there are of each request. The likeliest are verified: within a request, no draft is
+        likelier than one before it.
+        """
+        nodes = sorted((chance for one in chances for chance in one), reverse=True)
+        curve = self.costs.curve(made, batch, self.most)
+        tokens = float(batch)
+        best, least = tokens / curve[0], 2.0
+        for chance, seconds in zip(nodes, curve[1:], strict=False):
+            tokens += chance
+            if tokens > best * seconds:
+                best, least = tokens / seconds, chance
+        return best, least
+
+    def _of(self, request_id: int) -> _Known:
+        known = self._requests.get(request_id)
+        if known is None:
+            counts = Counts(self.most, DECAY)
+            known = self._requests[request_id] = _Known(counts, self._chances(counts))
+        return known
+
+    def _chances(self, counts: Counts) -> list[float]:
+        """Chance that each draft is accepted with all before it, [K].
+
+        What is expected at a position follows the request's own share at the position before. So where text has become
+        predictable, drafts are soon expected to be accepted at positions that were not verified lately.
+        """
+        chances, chance, own, general = [], 1.0, FIRST_GUESS, FIRST_GUESS
+        for j in range(self.most):
+            before = general
+            general = _share(self._shared, j, general)
+            own = _share(counts, j, min(own * general / before, 1.0) if j else general)
+            chance *= own
+            chances.append(chance)
+        return chances
+
+    def _record(self, call: str, asked: tuple[Any, ...], answer: object) -> None:
+        if self.trace is not None:
+            self.trace.append((call, asked, answer))
+
+
+def _share(counts: Counts, position: int, expected: float) -> float:
+    """Share of the drafts that were accepted at a position. `expected` counts like WEIGHT drafts."""
+    return (counts.accepted[position] + WEIGHT * expected) / (counts.verified[position] + WEIGHT)
