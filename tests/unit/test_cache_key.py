@@ -14,6 +14,7 @@ from trtspec.modes import SpeculativeDecodingMode
 OTHER: dict[str, Any] = {
     "mode": SpeculativeDecodingMode.EAGLE,
     "num_speculative_tokens": 5,
+    "chooses_draft_len": True,
     "quantization": "int8",
     "draft_sample_method": "greedy",
     "draft_confidence_threshold": 0.5,

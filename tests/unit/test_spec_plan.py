@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.spec_plan_cases import DRAFT, DRAFTED, NGRAM, TARGET, decide, draft, modules, target
-from trtspec.config.speculation_plan import DraftInfo
+from trtspec.config.speculation_plan import DraftInfo, draft_len_for_batch, scheduled_draft_lens
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError
@@ -287,3 +287,36 @@ def test_an_mlp_speculator_runs_on_one_rank() -> None:
     config = SpeculativeConfig(method="mlp_speculator", model="/x", num_speculative_tokens=3)
     with pytest.warns(UserWarning, match="draft_tensor_parallel_size"):
         assert _draft_tp(config, METHODS["mlp_speculator"], target(tensor_parallel_size=2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "known", "most"),
+    [
+        (NGRAM, None, 5),
+        ({"method": "suffix"}, None, 8),
+        ({"method": "eagle3", "model": "/h"}, draft(method="eagle3"), 5),
+        ({"method": "medusa", "model": "/h"}, draft(method="medusa", n_predict=4), 4),  # one for each head
+        ({"method": "mtp"}, draft(**modules(1)), 5),
+        ({"method": "mtp"}, draft(**modules(2)), 4),  # each module twice
+        ({"method": "mtp", "vanilla": True}, draft(**modules(7)), 7),
+        ({"method": "mtp", "vanilla": True}, draft(**modules(2)), 2),
+        ({"method": "medusa", "model": "/h"}, draft(method="medusa", n_predict=9), 5),
+        ({**DRAFTED, "one_engine": True}, DRAFT, 5),
+    ],
+)
+def test_auto_makes_and_verifies_up_to_a_number_that_the_method_gives(
+    fields: dict[str, Any], known: DraftInfo | None, most: int
+) -> None:
+    config = SpeculativeConfig(**{**fields, "num_speculative_tokens": "auto"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MTP modules that run several times
+        spec_plan = plan_speculation(config, target(model_type="mimo" if fields["method"] == "mtp" else "llama"), known)
+    assert (spec_plan.num_speculative_tokens, spec_plan.chooses_draft_len) == (most, True)
+    assert scheduled_draft_lens(spec_plan) == {0, most, *(length for length in (1, 3) if length < most)}
+    assert not decide(NGRAM).chooses_draft_len
+
+
+def test_auto_stays_within_a_schedule() -> None:
+    spec_plan = decide({**NGRAM, "num_speculative_tokens": "auto", "draft_len_schedule": {2: 5, 4: 2}})
+    assert [draft_len_for_batch(spec_plan, size) for size in (2, 4, 5)] == [5, 2, 0]
+    assert scheduled_draft_lens(spec_plan) == {0, 1, 2, 3, 5}

@@ -189,6 +189,11 @@ def _check(context: BuildContext) -> None:
             f"lm_head_quantization = {config.lm_head_quantization!r}: backend {context.backend.name} keeps the lm_head "
             "in the model's dtype; leave it unset, or use backend eager or aoti"
         )
+    if context.spec_plan is not None and context.spec_plan.chooses_draft_len and context.backend.device == "cuda":
+        raise UnsupportedError(
+            f"num_speculative_tokens='auto' on backend {context.backend.name} is not built yet; set a number, to 3 for "
+            "a start"
+        )
     inside = ("target", context.target)  # holds draft layers that have no checkpoint of their own
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))
     for (role, checkpoint), kind in zip(checkpoints, context.quantizations, strict=True):

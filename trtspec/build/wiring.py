@@ -17,10 +17,13 @@ from trtspec.build.gpu_plan import plan_gpu_blocks
 from trtspec.build.kv_plan import plan_kv_blocks
 from trtspec.build.models import LoadedModel, ModelLoader, Progress
 from trtspec.build.start import Start, choose_start
+from trtspec.build.step_times import step_costs
 from trtspec.config.engine import EngineConfig
+from trtspec.config.speculation_plan import scheduled_draft_lens
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.core import EngineCore
+from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.limits import LogitLimits
 from trtspec.engine.overlap import OverlapLoop
@@ -28,6 +31,7 @@ from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Scheduler
 from trtspec.engine.steady import SteadyLoop
+from trtspec.engine.step_costs import StepCosts
 from trtspec.kv.blocks import BlockAllocator
 from trtspec.kv.reuse import PrefixReuse
 from trtspec.methods.drafter import BuildDrafter, DraftModel
@@ -124,6 +128,9 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         target.vocab_size,
         collector,
     )
+    if spec_plan is not None and spec_plan.chooses_draft_len:
+        progress("measuring steps")
+        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], num_blocks, forced), K)
     return EngineCore(
         loop,
         target,
@@ -140,6 +147,20 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
             logprobs=spec_plan is None or not spec_plan.disable_logprobs,
             most_biases=context.backend.most_biases,
         ),
+    )
+
+
+def _step_costs(context: BuildContext, target: LoadedModel, num_blocks: int, forced: int) -> StepCosts:
+    makes = tuple(sorted(scheduled_draft_lens(context.speculation))) if context.mode.use_one_engine() else (0,)
+    return step_costs(
+        target.executable.inner,
+        InputBuilder(context.mode, context.max_draft_len, forced, target.draft_lens),
+        makes,
+        context.config.max_batch_size,
+        num_blocks,
+        context.config.block_size,
+        context.max_seq_len,
+        None if context.built is None else context.built.path,
     )
 
 

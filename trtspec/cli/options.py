@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.speculative import AUTO_DRAFT_LEN, SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode, words_for
@@ -32,7 +32,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--spec-method", help="ngram, draft_model, ... (default: by --spec-model)")
     speculation.add_argument("--spec-model", help="of the draft: checkpoint folder, GGUF file or name on the Hub")
-    speculation.add_argument("--spec-tokens", type=int, help="draft tokens per step, K")
+    speculation.add_argument(
+        "--spec-tokens", type=_draft_len, metavar="K", help="draft tokens per step; auto: as many as save time"
+    )
     speculation.add_argument("--spec", help="all of it: a JSON object, or a file that holds one")
     engine = parser.add_argument_group("engine")
     engine.add_argument(
@@ -68,6 +70,15 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
     if namespace.disable_overlap_scheduler:
         options["disable_overlap_scheduler"] = True
     return options
+
+
+def _draft_len(text: str) -> int | str:
+    if text == AUTO_DRAFT_LEN:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor {AUTO_DRAFT_LEN!r}") from None
 
 
 def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:

@@ -49,6 +49,7 @@ class SpeculationPlan:
     mode: SpeculativeDecodingMode
     method: str
     num_speculative_tokens: int  # K
+    chooses_draft_len: bool  # a step makes and verifies 0..K drafts, as many as save time (engine/draft_length.py)
     model: str | None  # draft checkpoint; the target's if its own MTP layers draft
     max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
     quantization: str | None
@@ -126,6 +127,8 @@ def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
     lengths = {K}
     lengths |= {length for _, length in spec_plan.draft_len_schedule or ()}
     lengths |= {length for _, _, length in spec_plan.num_speculative_tokens_per_batch_size or ()}
+    if spec_plan.chooses_draft_len:
+        lengths |= {1, 3}
     if spec_plan.disable_by_batch_size is not None or spec_plan.max_concurrency is not None or len(lengths) > 1:
         lengths.add(0)
     return {length for length in lengths if length <= K}

@@ -10,9 +10,10 @@ import itertools
 import os
 import re
 import warnings
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator, model_validator
 
 from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of
 from trtspec.config.tree import parse_tree
@@ -32,7 +33,19 @@ LEGACY_MTP_METHODS = (
 REJECTION_METHODS = ("strict", "standard", "block", "synthetic")
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 
+AUTO_DRAFT_LEN = "auto"
+"""num_speculative_tokens if the engine chooses the number of drafts of each step."""
+
+
+def _count_or_auto(value: Any, count: Callable[[Any], int]) -> Any:
+    return value if value == AUTO_DRAFT_LEN else count(value)
+
+
 Count = Annotated[int, Field(ge=1)]
+if TYPE_CHECKING:
+    DraftLen = int | Literal["auto"]
+else:  # errors are those of a number, not of each type of a union
+    DraftLen = Annotated[Count, WrapValidator(_count_or_auto), PlainSerializer(lambda value: value, return_type=Any)]
 Unit = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False)]
 
 
@@ -104,10 +117,10 @@ class SpeculativeConfig(StrictConfig):
     always ragged, never padded.
     """
 
-    num_speculative_tokens: int | None = Field(
+    num_speculative_tokens: DraftLen | None = Field(
         default=None,
-        ge=1,
-        description="draft tokens per step, K; to decode without speculation leave speculative_config unset",
+        description="draft tokens per step, K; 'auto': as many as save time, none included; to decode without "
+        "speculation leave speculative_config unset",
     )
     model: Annotated[str | None, BeforeValidator(_text_of_path)] = Field(
         default=None, description="of the draft: a checkpoint folder, GGUF file or name on the Hub"
@@ -229,8 +242,13 @@ class SpeculativeConfig(StrictConfig):
             raise ConfigError("drafter=None with method='custom_class'; set drafter='module:Class' or an object")
         if self.method == "extract_hidden_states" and self.output_directory is None:
             raise ConfigError("output_directory=None with method='extract_hidden_states'; set it to a folder")
-        if self.num_speculative_tokens is not None:
+        if isinstance(self.num_speculative_tokens, int):
             check_against_k(self, self.num_speculative_tokens)
+        elif self.num_speculative_tokens is not None and self.speculative_token_tree is not None:
+            raise ConfigError(
+                f"speculative_token_tree={self.speculative_token_tree!r} has one size, and "
+                "num_speculative_tokens='auto' has none; leave one of them unset"
+            )
         return self
 
     def __repr__(self) -> str:

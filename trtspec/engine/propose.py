@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
 from trtspec.core import Proposal
+from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
@@ -34,6 +35,8 @@ class Proposer:
         self.speculation = speculation
         self.vocab_size = vocab_size
         self.states = states  # of rows that the drafter has not read yet; None: it reads no states
+        self.chooser: DraftLength | None = None  # chooses how many drafts a step has; None: K, as the plan says
+        self._chosen: int | None = None  # number of drafts that was chosen for the next launch; None: not yet
         self.num_failures = 0
         self._blamed_nobody = False
         self.num_stale = 0  # proposals dropped because draft KV has a gap, whose hidden states are gone
@@ -44,8 +47,38 @@ class Proposer:
 
     def wanted(self, batch: Batch, scheduler: Scheduler) -> int:
         """Number of drafts that the launch of a batch makes for each request: K, or 0 if no request can use any."""
-        anybody = any(row.emits and row.request.max_draft_len > 0 for row in batch)
-        return self.draft_len(scheduler) if anybody else 0
+        drafting = [row.request for row in batch if row.emits and row.request.max_draft_len > 0]
+        if self.chooser is None:
+            return self.draft_len(scheduler) if drafting else 0
+        chosen, self._chosen = self._chosen, None
+        if chosen is None:
+            chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
+        return chosen if drafting else 0
+
+    def repeats(self, requests: Sequence[Request], draft_len: int, scheduler: Scheduler) -> bool:
+        """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.
+
+        If it makes another number, `wanted` returns that for the launch.
+        """
+        if self.chooser is None:
+            return True
+        B, limits = len(requests), self._limits(requests, scheduler)
+        chosen = self.chooser.make(limits, B)
+        if chosen == draft_len:
+            drafts = [(request_id, draft_len) for request_id, _ in limits if draft_len]
+            if all(length == draft_len for length in self.chooser.verify(drafts, B)):
+                return True
+        self._chosen = chosen
+        return False
+
+    def _limits(self, requests: Sequence[Request], scheduler: Scheduler) -> list[tuple[int, int]]:
+        """Ids of the requests that take drafts, and the most drafts that each takes."""
+        K, longest = self.draft_len(scheduler), self.longest(scheduler)
+        return [
+            (request.request_id, min(request.max_draft_len, K))
+            for request in requests
+            if request.speculates and request.max_draft_len > 0 and len(request.tokens) <= longest
+        ]
 
     def longest(self, scheduler: Scheduler) -> int:
         """Largest number of tokens for which a draft model makes drafts, as the context of the model is limited."""
@@ -66,13 +99,18 @@ class Proposer:
                     if not request.speculates:
                         self.states.forget(request)
             self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
-            return
-        for request, length in zip(requests, lengths, strict=True):
-            if length > 0 and request.kv.draft_kv_len < request.kv.committed:
-                self.num_stale += 1
-                request.drafts = []
-            elif length < len(request.drafts):
-                request.drafts = request.drafts[: max(length, 0)]
+        else:
+            for request, length in zip(requests, lengths, strict=True):
+                if length > 0 and request.kv.draft_kv_len < request.kv.committed:
+                    self.num_stale += 1
+                    request.drafts = []
+                elif length < len(request.drafts):
+                    request.drafts = request.drafts[: max(length, 0)]
+        if self.chooser is not None:
+            drafting = [request for request in requests if request.drafts]
+            drafts = [(request.request_id, len(request.drafts)) for request in drafting]
+            for request, length in zip(drafting, self.chooser.verify(drafts, len(scheduler.running)), strict=True):
+                request.drafts = request.drafts[:length]
 
     def read_in(self, requests: Sequence[Request]) -> None:
         """Compute draft KV for prompts whose prefill goes on in the next step. Their states need not be kept then."""
@@ -81,6 +119,8 @@ class Proposer:
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
+        if self.chooser is not None:
+            self.chooser.forget(request.request_id)
         if self.states is not None:
             self.states.forget(request)
         if self.drafter is not None:

@@ -74,10 +74,11 @@ class SteadyBatch:
                 return None
         return cls(batch, outputs, scheduler, proposer)
 
-    def can_repeat(self, scheduler: Scheduler, input_builder: InputBuilder) -> bool:
+    def can_repeat(self, scheduler: Scheduler, input_builder: InputBuilder, proposer: Proposer) -> bool:
         """Whether the next step has the same shapes and requests; reserves its blocks.
 
-        That is: every request has K drafts and enough blocks, none reaches its length limit, and none can be admitted.
+        That is: every request has K drafts and enough blocks, none reaches its length limit, none can be admitted, and
+        K drafts are to be used again.
         """
         if self.draft_len and min([tokens[-1] for tokens in self.next_inputs]) < 0:
             return False
@@ -96,7 +97,7 @@ class SteadyBatch:
                     capacity = len(blocks) * scheduler.allocator.block_size
                     # less than wanted: the request's length limit is covered
                     self._reserved_lens[b] = capacity - self._ahead if capacity >= wanted else sys.maxsize
-        return True
+        return proposer.repeats(self.requests, self.draft_len, scheduler)
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Input tokens [B * (K+1)] of the next step, and the length [B] of each sequence including them."""
@@ -180,7 +181,7 @@ class SteadyLoop(IsolatedLoop):
 
         None, and nothing is done, if the next step differs or the launch fails; the ordinary step isolates the fault.
         """
-        if not steady.can_repeat(self.scheduler, self.input_builder):
+        if not steady.can_repeat(self.scheduler, self.input_builder, self.proposer):
             return None
         try:
             outputs = self.verify(self.input_builder.repeat_batch(*steady.rows()))
@@ -200,6 +201,7 @@ class SteadyLoop(IsolatedLoop):
             Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False, drafts=row[1:])
             for request, tokens, row in zip(steady.requests, emitted, inputs, strict=True)
         ]
+        self.observe(emissions)
         for b in steady.texts:  # detokenized in every step: a stop string may end the request
             drafts = None if outputs.proposal is None else steady.drafts(b)
             emissions[b] = self.update(steady.batch[b], emitted[b], drafts)

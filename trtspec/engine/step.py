@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import InputBuilder
+from trtspec.engine.draft_length import Outcome
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
@@ -90,8 +91,17 @@ class StepLoop:
 
     def propose(self, emissions: Sequence[Emission]) -> None:
         """Make drafts for the next step, for the requests that go on."""
+        self.observe(emissions)
         self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
         self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
+
+    def observe(self, emissions: Sequence[Emission]) -> None:
+        """Tell the chooser of draft lengths, if there is one, what a step accepted of the requests that go on."""
+        if self.proposer.chooser is not None:
+            verified = [one for one in emissions if one.draft_len and not one.finished]
+            self.proposer.chooser.observe(
+                [Outcome(e.request.request_id, e.draft_len, e.num_drafts + e.num_past_end) for e in verified]
+            )
 
     @property
     def has_work(self) -> bool:

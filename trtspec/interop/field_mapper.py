@@ -76,10 +76,10 @@ class FieldMapper:
 
     def draft_len(self, server: str) -> int:
         """K, for a server that requires it."""
-        k: int | None = self.read("num_speculative_tokens")
-        if k is None:
+        k: int | str | None = self.read("num_speculative_tokens")
+        if not isinstance(k, int):
             raise ConfigError(
-                f"num_speculative_tokens=None with method={self.method!r}: {server} needs a number; set it, to 3 for "
+                f"num_speculative_tokens={k!r} with method={self.method!r}: {server} needs a number; set it, to 3 for "
                 "a start"
             )
         return k

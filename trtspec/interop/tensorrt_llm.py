@@ -47,7 +47,8 @@ def to_tensorrt_llm(
     if method == "auto":
         return _auto(fields)
     settings: dict[str, Any] = {"decoding_type": _decoding_type(fields)}
-    k = fields.read("num_speculative_tokens") if method in _K_OPTIONAL else fields.draft_len(SERVER)
+    unset = method in _K_OPTIONAL and not fields.is_set("num_speculative_tokens")
+    k = fields.read("num_speculative_tokens") if unset else fields.draft_len(SERVER)
     if k is not None:
         settings["max_draft_len"] = k
     if fields.model is not None:

@@ -95,8 +95,9 @@ def _warn_of_hints(fields: FieldMapper, model: str) -> None:
 
 def _draft_len(fields: FieldMapper) -> dict[str, Any]:
     """Settings of K, and of K by batch size."""
-    suffix = fields.method == "suffix"  # it drafts as far as its tree goes
-    k = fields.read("num_speculative_tokens") if suffix else fields.draft_len(SERVER)
+    # suffix drafts as far as its tree goes
+    unset = fields.method == "suffix" and not fields.is_set("num_speculative_tokens")
+    k = fields.read("num_speculative_tokens") if unset else fields.draft_len(SERVER)
     settings = {} if k is None else {"num_speculative_tokens": k}
     gates = fields.gates()
     if not gates:
@@ -225,6 +226,6 @@ def _warn_of_layers(fields: FieldMapper) -> None:
 
 
 def _chain_only(fields: FieldMapper) -> None:
-    tree, k = fields.read("speculative_token_tree"), fields.config.num_speculative_tokens
-    if tree is not None and parse_tree(tree) != chain(k or len(parse_tree(tree)[-1])):
+    tree, k = fields.read("speculative_token_tree"), fields.read("num_speculative_tokens")
+    if tree is not None and parse_tree(tree) != chain(k if isinstance(k, int) else len(parse_tree(tree)[-1])):
         fields.warn("speculative_token_tree", "not written: vLLM drafts a chain of num_speculative_tokens")

@@ -15,7 +15,7 @@ from trtspec.config.checkpoint.folder import CheckpointConfig
 from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo
-from trtspec.config.speculative import SpeculativeConfig, check_against_k
+from trtspec.config.speculative import AUTO_DRAFT_LEN, SpeculativeConfig, check_against_k
 from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.mask_token import MASK_TOKEN_KEYS
@@ -121,6 +121,16 @@ def plan_speculation(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft model in an engine of its "
             "own is not built yet; leave it unset, or use one_engine=True for a draft of the target's vocabulary"
         )
+    if spec_plan.chooses_draft_len and spec_plan.mode.has_draft_model():
+        raise UnsupportedError(
+            f"num_speculative_tokens='auto' with mode={spec_plan.mode.name}, whose draft has an engine of its own, is "
+            "not built yet; use one_engine=True, or a number"
+        )
+    if spec_plan.chooses_draft_len and spec_plan.draft_confidence_threshold is not None:
+        raise UnsupportedError(
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with num_speculative_tokens='auto' is "
+            "not built yet; leave one of them unset"
+        )
     if spec_plan.speculative_token_tree != chain(spec_plan.num_speculative_tokens):
         raise UnsupportedError(
             f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
@@ -177,6 +187,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         mode=mode,
         method=row.name,
         num_speculative_tokens=k,
+        chooses_draft_len=config.num_speculative_tokens == AUTO_DRAFT_LEN,
         model=target.model if row.of_target and model is None else model,
         max_model_len=max_model_len,
         quantization=quantization or (target.quantization if inside else None),
@@ -229,6 +240,8 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
     ConfigError if there is none, or if the checkpoint cannot make K drafts.
     """
     k, implied = config.num_speculative_tokens, row.implied_draft_len
+    if isinstance(k, str):
+        return _most_drafts(config, row, n_predict)
     if k is None:
         k = getattr(config, implied) if isinstance(implied, str) else implied or n_predict
         if k is None:
@@ -253,6 +266,20 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
             f"{k // n_predict * n_predict}"
         )
     return k
+
+
+def _most_drafts(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
+    """Return the K of "auto": the most drafts that a step makes. UnsupportedError if the method does not choose."""
+    most = row.auto_draft_len
+    if most is None:
+        raise UnsupportedError(
+            f"num_speculative_tokens='auto' with method={row.name!r} is not built; set a number, to 3 for a start"
+        )
+    if n_predict is None:
+        return most
+    if config.vanilla or row.most_drafts is not None:
+        return n_predict if config.vanilla else min(most, n_predict)
+    return max(most // n_predict, 1) * n_predict
 
 
 def _max_model_len(config: SpeculativeConfig, k: int, target: TargetInfo, draft: DraftInfo | None) -> int:

@@ -59,7 +59,8 @@ class Method:
     several.
 
     Number of drafts K: implied_draft_len is K where the user sets none: a number or the name of a field. most_drafts is
-    set where K may not exceed the checkpoint's n_predict, and says what n_predict counts.
+    set where K may not exceed the checkpoint's n_predict, and says what n_predict counts. auto_draft_len is K where the
+    engine chooses how many drafts a step has, None = it cannot.
 
     Parts: `head` is a HeadWeights class. `workers` and `drafters` name the class that drafts in each mode. `trainer` is
     a HeadOptions class, and `trains` says what it makes.
@@ -79,6 +80,7 @@ class Method:
     capture: Ref | None = None
     one_rank: bool = False
     implied_draft_len: int | str | None = None
+    auto_draft_len: int | None = None
     most_drafts: str | None = None
     head: Ref | None = None
     workers: Mapping[SpeculativeDecodingMode, Ref] = field(default_factory=dict)
@@ -103,6 +105,7 @@ METHODS: dict[str, Method] = {
             folder_hints=("eagle-",),
             takes=("quantization", _THRESHOLD),
             capture=_LAST_STATE,
+            auto_draft_len=5,
             head=_room("eagle.weights:EagleWeights"),
             workers={_M.EAGLE_ONE_MODEL: _WORKER},
             drafters={_M.EAGLE: _HEAD_DRAFTER},
@@ -118,6 +121,7 @@ METHODS: dict[str, Method] = {
             takes=("capture_layers", "quantization", _THRESHOLD),
             check=_room("eagle3.checkpoint:check_target"),
             capture=_CHOSEN_LAYERS,
+            auto_draft_len=5,
             head=_room("eagle3.weights:Eagle3Weights"),
             workers={_M.EAGLE3_ONE_MODEL: _WORKER, _M.P_EAGLE: _room("parallel.worker:PEagleWorker")},
             drafters={_M.EAGLE3: _HEAD_DRAFTER},
@@ -133,6 +137,7 @@ METHODS: dict[str, Method] = {
             takes=("quantization", _THRESHOLD),
             capture=_LAST_STATE,
             most_drafts="heads of the draft checkpoint, each of which drafts one token",
+            auto_draft_len=5,
             head=_room("medusa.weights:MedusaWeights"),
             workers={_M.MEDUSA: _WORKER},
             trainer=_room("medusa.train:MedusaOptions"),
@@ -148,6 +153,7 @@ METHODS: dict[str, Method] = {
             capture=_LAST_STATE,
             one_rank=True,
             most_drafts="heads of the draft checkpoint, each of which drafts one token",
+            auto_draft_len=5,
             head=_room("mlp_speculator.weights:MLPSpeculatorWeights"),
             workers={_M.MLP_SPECULATOR: _WORKER},
             trainer=_room("mlp_speculator.train:MLPSpeculatorOptions"),
@@ -161,6 +167,7 @@ METHODS: dict[str, Method] = {
             takes=("capture_layers", "quantization", _THRESHOLD),
             capture=_CHOSEN_LAYERS,
             most_drafts="masks of a block (block_size - 1) that the draft was trained on",
+            auto_draft_len=5,
             head=_room("dflash.weights:DFlashWeights"),
             workers={_M.DFLASH: _room("dflash.worker:DFlashWorker")},
         ),
@@ -173,6 +180,7 @@ METHODS: dict[str, Method] = {
             check=_room("dspark.checkpoint:check"),
             capture=_CHOSEN_LAYERS,
             most_drafts="drafts of a block that the draft was trained on",
+            auto_draft_len=5,
             head=_room("dspark.weights:DSparkWeights"),
             workers={_M.DSPARK: _room("dspark.worker:DSparkWorker")},
             trainer=_room("dspark.train:DSparkTraining"),
@@ -187,6 +195,7 @@ METHODS: dict[str, Method] = {
             takes=("quantization", "vanilla", _THRESHOLD),
             check=_room("mtp.checkpoint:check"),
             capture=_room("mtp.checkpoint:capture_layers"),
+            auto_draft_len=5,
             head=_room("mtp.weights:MtpWeights"),
             workers={
                 _M.MTP: _room("mtp.worker:MtpWorker"),
@@ -200,6 +209,7 @@ METHODS: dict[str, Method] = {
             name="ngram",
             needs="nothing",
             options=_room("ngram.options:NGramOptions"),
+            auto_draft_len=5,
             drafters={_M.NGRAM: _room("ngram.drafter:NGramDrafter")},
         ),
         Method(
@@ -207,6 +217,7 @@ METHODS: dict[str, Method] = {
             needs="nothing",
             options=_room("suffix.options:SuffixOptions"),
             implied_draft_len="suffix_decoding_max_tree_depth",
+            auto_draft_len=8,
             drafters={_M.SUFFIX: _room("suffix.drafter:SuffixDrafter")},
         ),
         Method(
@@ -238,6 +249,7 @@ METHODS: dict[str, Method] = {
             checkpoint=_room("draft_model.checkpoint:read"),
             takes=("quantization", "use_heterogeneous_vocab", _THRESHOLD),
             check=_room("draft_model.checkpoint:check"),
+            auto_draft_len=5,
             head=_room("draft_model.head:DecoderWeights"),
             workers={
                 _M.DRAFT_TARGET_ONE_MODEL: _room("draft_model.worker:DraftModelWorker"),

@@ -1,0 +1,243 @@
+"""num_speculative_tokens="auto": the engine chooses how many drafts a step makes and verifies, which changes no token.
+
+Here the choices are at random, so that every change from one number to another happens, on the fast path of
+engine/steady.py too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conformance import CASES, LIMITS, make_models, packed
+from tests.e2e.tiny import Outcome, run_alone, run_together
+from tests.head_checkpoints import make_medusa
+from trtspec import LLM, SamplingParams
+from trtspec.build import step_times
+from trtspec.build.build import build_engine
+from trtspec.build.engine_folder import EngineFolder
+from trtspec.config.engine import EngineConfig
+from trtspec.engine.draft_length import DraftLength
+from trtspec.engine.steady import SteadyLoop
+from trtspec.engine.step_costs import Cell, StepCosts
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
+
+AUTO: dict[str, Any] = {"num_speculative_tokens": "auto"}
+MODES: dict[str, dict[str, Any]] = {
+    "eagle3": {"method": "eagle3", "model": "head"},
+    "eagle": {"method": "eagle", "model": "eagle"},
+    "draft inside": {"method": "draft_model", "model": "draft", "one_engine": True},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix"},
+}
+SIZES = {**LIMITS, "max_num_tokens": 72, "num_kv_blocks": 31}  # 8 requests with 8 drafts each, in too few blocks
+ROOMY = {**SIZES, "max_batch_size": 2, "num_kv_blocks": 128}  # batches go on for a while
+
+
+class Whims(DraftLength):
+    """Choices at random. Most of them last for some steps."""
+
+    def __init__(self, chooser: DraftLength) -> None:
+        super().__init__(chooser.costs, chooser.most)
+        self.rng = random.Random(1)
+        self.count: Counter[int] = Counter()
+
+    def _make(self, pairs: Any, batch: int) -> int:
+        made = self.made if self.rng.random() > 0.2 else self.rng.choice(self.costs.draft_lens)
+        made = made if pairs else 0
+        self.count[made] += 1
+        return made
+
+    def _verify(self, pairs: Any, batch: int) -> list[int]:
+        some = self.rng.random() < 0.2
+        return [self.rng.randint(0, count) if some else count for _, count in pairs]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("auto"))
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> list[Outcome]:
+    with LLM(models / "target", **LIMITS) as llm:
+        return run_alone(llm.engine, CASES)
+
+
+def speculation(mode: str, models: Path) -> dict[str, Any]:
+    wishes = {**MODES[mode], **AUTO}
+    if "model" in wishes:
+        wishes["model"] = str(models / wishes["model"])
+    return wishes
+
+
+@pytest.fixture
+def repeats(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """Number of steps on the fast path (True), and of steps that left it."""
+    count: Counter[bool] = Counter()
+    repeat = SteadyLoop.repeat
+
+    def counted(loop: SteadyLoop, steady: Any) -> Any:
+        emissions = repeat(loop, steady)
+        count[emissions is not None] += 1
+        return emissions
+
+    monkeypatch.setattr(SteadyLoop, "repeat", counted)
+    return count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_any_choice_gives_the_tokens_of_plain_decoding(mode: str, models: Path, plain: list[Outcome]) -> None:
+    with LLM(models / "target", speculation(mode, models), backend="eager", **SIZES) as llm:
+        proposer = llm.engine.loop.proposer
+        assert proposer.chooser is not None
+        whims = proposer.chooser = Whims(proposer.chooser)
+        run = run_together(llm.engine, CASES)
+        assert run.outcomes == plain
+        assert run.num_mixed_steps > 0
+        assert llm.engine.loop.scheduler.num_preemptions > 0 or mode == "suffix"  # which keeps more blocks in reserve
+        shares = run.speculation.acceptance_per_position
+        assert 3 <= len(shares) <= whims.most
+        assert all(0 < share < 1 for share in shares[:3])
+        assert all(whims.count[length] > 5 for length in whims.costs.draft_lens), whims.count
+        assert not whims._requests, "what is known of a request is dropped when it ends"
+
+
+@pytest.mark.parametrize("mode", ["eagle3", "draft inside"])
+def test_the_fast_path_is_entered_and_left(
+    mode: str, models: Path, plain: list[Outcome], repeats: Counter[bool]
+) -> None:
+    with LLM(models / "target", speculation(mode, models), backend="eager", **ROOMY) as llm:
+        proposer = llm.engine.loop.proposer
+        assert proposer.chooser is not None
+        proposer.chooser = Whims(proposer.chooser)
+        assert run_together(llm.engine, CASES).outcomes == plain
+        assert not proposer.chooser._requests
+    assert min(repeats[True], repeats[False]) > 20, repeats
+
+
+def costs(makes: Sequence[int], most: int) -> StepCosts:
+    """Steps in which verified rows cost so little that drafts often pay."""
+    kinds = [(made, length) for made in makes for length in (makes if len(makes) > 1 else range(most + 1))]
+    return StepCosts(
+        [Cell(made, batch, n, 1 + 0.02 * made + 0.01 * batch * n) for made, n in kinds for batch in (1, 8)]
+    )
+
+
+@pytest.mark.parametrize("limits", [{}, {"draft_len_schedule": {2: 5, 4: 2, 8: 1}}], ids=["", "schedule"])
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("draft inside", ROOMY), ("draft inside", SIZES), ("ngram", SIZES), ("suffix", SIZES)]
+)
+def test_its_own_choices_do_too(
+    mode: str, sizes: dict[str, Any], limits: dict[str, Any], models: Path, plain: list[Outcome]
+) -> None:
+    """They are the same again if the calls are repeated. Schedules and the limits of requests are kept."""
+    wishes = {**speculation(mode, models), **limits}
+    if mode == "suffix" and limits:
+        wishes["draft_len_schedule"] = {2: 8, 4: 2, 8: 1}
+    with LLM(models / "target", wishes, backend="eager", **sizes) as llm:
+        proposer = llm.engine.loop.proposer
+        assert proposer.chooser is not None
+        table = costs(proposer.chooser.costs.draft_lens, proposer.chooser.most)
+        chooser = proposer.chooser = DraftLength(table, proposer.chooser.most)
+        chooser.trace = []
+        cases = [replace(case, params=replace(case.params, max_draft_len=i % 5)) for i, case in enumerate(CASES)]
+        run = run_together(llm.engine, cases)
+        assert run.outcomes == plain
+        stats = run.speculation
+        assert 20 < stats.num_accepted_tokens < stats.num_draft_tokens, stats
+        for i, request in enumerate(run.requests):
+            assert all(drafts <= i % 5 for _, drafts in request.stats.outcomes)
+        again = DraftLength(table, chooser.most)
+        for call, asked, answer in chooser.trace:
+            assert getattr(again, call)(*asked) == answer
+        assert {call for call, _, _ in chooser.trace} == {"make", "verify", "observe", "forget"}
+
+
+def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Path) -> None:
+    """Times are measured again if the file is damaged, or if it is from another number of threads."""
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    with LLM(models / "target", speculation("eagle3", models), backend="eager", **SIZES) as llm:
+        chooser, loop = llm.engine.loop.proposer.chooser, llm.engine.loop
+        assert chooser is not None
+
+        def measured() -> Any:
+            return step_times.step_costs(
+                loop.target, loop.input_builder, chooser.costs.draft_lens, 8, 31, 4, 128, folder
+            ).cells
+
+        first = measured()
+        assert measured() == first
+        file = folder / step_times.FILE
+        kept = json.loads(file.read_text())
+        for damaged in ("{", "[1]", json.dumps([{**kept[0], "cells": []}])):
+            file.write_text(damaged)
+            assert measured() != first
+        kept[0]["facts"]["threads"] += 1
+        file.write_text(json.dumps(kept))
+        assert measured() != first
+        assert json.loads(file.read_text())[1] == kept[0], "those of another machine stay"
+    assert {(cell.made, cell.batch) for cell in first} >= {(made, batch) for made in (0, 1, 3, 5) for batch in (1, 8)}
+
+
+def test_batches_are_measured_from_both_ends() -> None:
+    assert step_times._batches(1) == [1]
+    assert step_times._batches(2) == [1, 2]
+    assert step_times._batches(8)[:2] == [1, 8]
+    assert sorted(step_times._batches(24)) == [1, 2, 4, 8, 16, 24]
+    assert step_times._batches(32)[2] in (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error", "words"),
+    [
+        ({"method": "eagle3", "model": "head", "one_engine": False}, UnsupportedError, "engine of its own"),
+        ({"method": "draft_model", "model": "draft"}, UnsupportedError, "one_engine=True, or a number"),
+        ({"method": "custom_class", "drafter": "a:B"}, UnsupportedError, "'custom_class' is not built; set a number"),
+        (
+            {"method": "eagle3", "model": "head", "draft_confidence_threshold": 0.5},
+            UnsupportedError,
+            "leave one of them unset",
+        ),
+        ({"method": "ngram", "num_speculative_tokens": "most"}, ConfigError, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, ConfigError, "num_speculative_tokens"),
+    ],
+)
+def test_what_is_not_built_is_refused(wishes: dict[str, Any], error: type[Exception], words: str, models: Path) -> None:
+    if "model" in wishes:
+        wishes = {**wishes, "model": str(models / wishes["model"])}
+    with pytest.raises(error, match=words):
+        LLM(models / "target", {**AUTO, **wishes}, backend="eager", **SIZES)
+
+
+@pytest.mark.long
+def test_a_compiled_engine_has_graphs_for_every_choice(models: Path, tmp_path: Path, plain: list[Outcome]) -> None:
+    folder = tmp_path / "engine"
+    head = make_medusa(tmp_path, models / "target", num_heads=2)
+    wishes = read_speculative_config({"method": "medusa", "model": str(head), **AUTO})
+    limits = {**LIMITS, "max_num_tokens": 72}
+    build_engine(models / "target", folder, wishes, EngineConfig(backend="aoti", dtype="float32", **limits))
+    engine = EngineFolder.open(folder)
+    assert engine is not None
+    assert {graph["draft_len"] for graph in engine.data["executables"]["target"]["graphs"]} == {0, 1, 2}
+    with LLM(folder, num_kv_blocks=31) as llm:
+        proposer = llm.engine.loop.proposer
+        assert proposer.chooser is not None
+        assert (folder / step_times.FILE).is_file()
+        found = proposer.chooser.costs.cells
+        proposer.chooser = Whims(proposer.chooser)
+        assert packed(llm).outcomes == plain
+    with LLM(folder, num_kv_blocks=31) as llm:
+        assert llm.engine.loop.proposer.chooser is not None
+        assert llm.engine.loop.proposer.chooser.costs.cells == found
+        (output,) = llm.generate([[1, 2]], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True), use_tqdm=False)
+        assert len(output.outputs[0].token_ids) == 9

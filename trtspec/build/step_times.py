@@ -1,0 +1,155 @@
+"""Measure how long the steps of an engine take, which decides how many drafts it uses (engine/draft_length.py)."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trtspec.engine.batch import InputBuilder
+from trtspec.engine.request import Request
+from trtspec.engine.scheduler import Scheduled
+from trtspec.engine.step_costs import Cell, StepCosts
+from trtspec.errors import CheckpointError
+from trtspec.kv.blocks import SequenceKV
+from trtspec.protocols import Executable
+from trtspec.sampling_params import RequestSampling, SamplingParams
+
+FILE = "step_times.json"
+"""File of an engine folder that keeps the measured times."""
+CONTEXT = 256  # tokens of each request, if the model and the cache have room for twice as many
+ROUNDS = 5  # steps of a kind, after a first one that is not counted ...
+ENOUGH = 0.5  # seconds of steps of a kind, after which no more are run
+SECONDS = 20.0  # after which no more batches are measured; the smallest and the largest always are
+KEPT = 8  # tables in a file
+
+
+def step_costs(
+    target: Executable,
+    builder: InputBuilder,
+    makes: Sequence[int],
+    max_batch_size: int,
+    num_blocks: int,
+    block_size: int,
+    max_seq_len: int,
+    folder: Path | None,
+) -> StepCosts:
+    """Return the times that the engine's folder keeps for this machine and these sizes, else measure and keep them.
+
+    makes: numbers of drafts that a launch can make, ascending; (0,) if it makes none. num_blocks: KV blocks of the
+    cache, all unused as yet. folder: None = the times are not kept.
+    """
+    context = max(min(CONTEXT, max_seq_len // 2, (num_blocks - 1) * block_size // 2), 1)
+    facts = {
+        "machine": platform.node(),
+        "cpu": _cpu(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": os.environ.get("TRTSPEC_CPU_ISA", ""),
+        "makes": list(makes),
+        "most": builder.max_draft_len,
+        "max_batch_size": max_batch_size,
+        "context": context,
+    }
+    file = None if folder is None else folder / FILE
+    tables = [] if file is None else _read(file)
+    for table in tables:
+        if table["facts"] == facts:
+            with suppress(CheckpointError):
+                return StepCosts.from_json(table["cells"])
+    costs = _measure(target, builder, makes, _batches(max_batch_size), num_blocks, block_size, context)
+    if file is not None:
+        others = [table for table in tables if table["facts"] != facts][: KEPT - 1]
+        part = file.with_suffix(f".{os.getpid()}")
+        with suppress(OSError):  # measured again at the next start
+            part.write_text(json.dumps([{"facts": facts, "cells": costs.to_json()}, *others]), encoding="utf-8")
+            os.replace(part, file)
+    return costs
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """The tables of a file, the latest first; none if the file is missing or damaged."""
+    try:
+        tables = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    whole = isinstance(tables, list) and all(
+        isinstance(one, dict) and {"facts", "cells"} <= one.keys() for one in tables
+    )
+    return tables if whole else []
+
+
+def _cpu() -> str:
+    """Name of the CPU; "" if the operating system does not tell."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _batches(largest: int) -> list[int]:
+    """Batch sizes to measure, in that order: the ends first, then the powers of two from the middle outwards."""
+    powers = [1 << i for i in range(1, largest.bit_length()) if 1 << i < largest]
+    middle = len(powers) // 2
+    return list(dict.fromkeys([1, largest, *sorted(powers, key=lambda size: abs(powers.index(size) - middle))]))
+
+
+def _measure(
+    target: Executable,
+    builder: InputBuilder,
+    makes: Sequence[int],
+    batches: Sequence[int],
+    num_blocks: int,
+    block_size: int,
+    context: int,
+) -> StepCosts:
+    start = time.perf_counter()
+    cells: list[Cell] = []
+    for batch in batches:
+        if len({cell.batch for cell in cells}) >= 2 and time.perf_counter() - start > SECONDS:
+            break
+        for made, length in _kinds(makes, builder.max_draft_len):
+            requests = [_request(b, context, length, num_blocks, block_size) for b in range(batch)]
+            rows = tuple(Scheduled(request, length + 1, length, False) for request in requests)
+            seconds: list[float] = []
+            while len(seconds) < 2 or (len(seconds) <= ROUNDS and sum(seconds[1:]) < ENOUGH):
+                began = time.perf_counter()
+                target.run(builder.build(rows, made))
+                seconds.append(time.perf_counter() - began)
+            cells.append(Cell(made, batch, length, min(seconds[1:])))
+    return StepCosts(cells)
+
+
+def _kinds(makes: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """(drafts made, drafts verified of each request) of the steps to measure."""
+    if len(makes) == 1:
+        return [(0, length) for length in sorted({0, *(n for n in (1, 2, 3, 5, 8, 12, 16, 24) if n < most), most})]
+    return [(made, length) for made in makes for length in makes if length <= made]
+
+
+def _request(index: int, context: int, drafts: int, num_blocks: int, block_size: int) -> Request:
+    """A generation with `context` tokens, which verifies drafts. Where blocks are few, requests share them."""
+    per_request = -(-(context + 2 * drafts + 2) // block_size)
+    blocks = [1 + (index * per_request + i) % (num_blocks - 1) for i in range(per_request)]
+    return Request(
+        request_id=index,
+        tokens=[0] * context,
+        prompt_len=1,
+        sampling=RequestSampling.of(SamplingParams(temperature=0.0), 0, 1, (), {}),
+        length_limit=context + drafts + 1,
+        min_tokens=0,
+        eos_ids=frozenset(),
+        stop_token_ids=frozenset(),
+        include_stop=False,
+        text=None,
+        kv=SequenceKV(blocks, committed=context - 1, draft_kv_len=context - 1),
+        drafts=[0] * drafts,
+    )
