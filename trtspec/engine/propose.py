@@ -98,6 +98,8 @@ class Proposer:
                 for request in requests:
                     if not request.speculates:
                         self.states.forget(request)
+            if self.chooser is not None and not self.chooser.looks_up:
+                lengths = [min(length, self.chooser.made) for length in lengths]
             self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
         else:
             for request, length in zip(requests, lengths, strict=True):

@@ -121,11 +121,6 @@ def plan_speculation(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft model in an engine of its "
             "own is not built yet; leave it unset, or use one_engine=True for a draft of the target's vocabulary"
         )
-    if spec_plan.chooses_draft_len and spec_plan.mode.has_draft_model():
-        raise UnsupportedError(
-            f"num_speculative_tokens='auto' with mode={spec_plan.mode.name}, whose draft has an engine of its own, is "
-            "not built yet; use one_engine=True, or a number"
-        )
     if spec_plan.chooses_draft_len and spec_plan.draft_confidence_threshold is not None:
         raise UnsupportedError(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with num_speculative_tokens='auto' is "
