@@ -72,13 +72,15 @@ class Attention:
     def __call__(
         self, keyset: Any, q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
         cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
-        scale: float, window: int, softcap: float,
+        scale: float, window: int, softcap: float, tree_base: Tensor | None = None, ancestors: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         metadata = (cu_q_lens, kv_lens, block_tables, tree_mask)
-        step = self._step(metadata, q.shape[0], k_cache.shape[1]) if _takes(q, k_cache, kv_lens, sinks) else None
+        branching = ancestors is not None and ancestors.numel() > 0
+        takes = not branching and _takes(q, k_cache, kv_lens, sinks)
+        step = self._step(metadata, q.shape[0], k_cache.shape[1]) if takes else None
         if step is None:
             result: Tensor = self.before.call_boxed(
-                keyset, q, k, v, k_cache, v_cache, *metadata, sinks, scale, window, softcap
+                keyset, q, k, v, k_cache, v_cache, *metadata, sinks, scale, window, softcap, tree_base, ancestors
             )
             return result
         wrapper = self._wrapper(step, q, k_cache, scale, window, softcap)

@@ -74,7 +74,7 @@ def expected(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reference's output and caches."""
     k_cache, v_cache = batch.k_cache.clone(), batch.v_cache.clone()
     tensors = (batch.q, batch.k, batch.v, k_cache, v_cache, *batch.tensors[5:])
-    return reference(*tensors, batch.scale, batch.window, batch.softcap), k_cache, v_cache
+    return reference(*tensors, *batch.settings), k_cache, v_cache
 
 
 def assert_near(ours: Tensor, theirs: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from hypothesis import strategies as st
@@ -109,6 +109,8 @@ class Batch:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    tree_base: Tensor | None = None
+    ancestors: Tensor | None = None
     tensors: tuple[Tensor, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -117,11 +119,16 @@ class Batch:
 
     def run(self) -> Tensor:
         """Return the output [T, Hq, D] and change the caches in place."""
-        return spec_attention_(*self.tensors, self.scale, self.window, self.softcap)
+        return spec_attention_(*self.tensors, *self.settings)
 
     def run_functional(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output and new caches."""
-        return spec_attention(*self.tensors, self.scale, self.window, self.softcap)
+        return spec_attention(*self.tensors, *self.settings)
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """The arguments after the sinks."""
+        return self.scale, self.window, self.softcap, self.tree_base, self.ancestors
 
 
 def dense(sequences: Sequences, part: Part, tree_bits: Sequence[Sequence[bool]] | None = None) -> Tensor:
@@ -157,6 +164,58 @@ def pack_bits(bits: Sequence[Sequence[bool]], words: int) -> Tensor:
         [sum(flag << j for j, flag in enumerate(row[32 * w : 32 * w + 32])) for w in range(words)] for row in bits
     ]
     return torch.tensor([[x - 2**32 if x >= 2**31 else x for x in row] for row in packed], dtype=torch.int64).int()
+
+
+@dataclass(frozen=True)
+class TreePart:
+    """The last token of a sequence and the nodes of a draft tree after it, as one request of a batch.
+
+    The tree's nodes are the sequence's tokens after the last one. parents: the parent of each node, -1 = that token.
+    """
+
+    sequence: int
+    start: int  # position of the last token, the tree's root
+    parents: tuple[int, ...]
+
+    @property
+    def part(self) -> Part:
+        return Part(self.sequence, self.start, 1 + len(self.parents))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child to `node`; of -1, the root: none."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+    @property
+    def ancestors(self) -> list[list[int]]:
+        """Entries of spec_attention's `ancestors` for each row."""
+        return [self.path(node) for node in range(-1, len(self.parents))]
+
+
+def tree_batch(sequences: Sequences, parts: Sequence[Part | TreePart], poison: float = float("nan")) -> Batch:
+    """Arguments of one call, for requests of which some have trees."""
+    batch = sequences.batch([part.part if isinstance(part, TreePart) else part for part in parts], None, poison)
+    entries = [e for p in parts for e in (p.ancestors if isinstance(p, TreePart) else [[]] * p.num_rows)]
+    depth = max(1, *map(len, entries))
+    return replace(
+        batch,
+        tree_base=torch.tensor([part.start + isinstance(part, TreePart) for part in parts], dtype=torch.int32),
+        ancestors=torch.tensor([[*e, *[-1] * (depth - len(e))] for e in entries], dtype=torch.int32),
+    )
+
+
+def chain_of(sequences: Sequences, part: TreePart, node: int) -> Tensor:
+    """Output [Hq, D] of a node where the path to it is the end of a sequence, run as plain decoding would."""
+    tokens = [*range(part.start + 1), *(part.start + 1 + one for one in part.path(node))]
+    q, k, v = (x[part.sequence, tokens][None] for x in (sequences.q, sequences.k, sequences.v))
+    return Sequences(sequences.model, q, k, v, sequences.sinks).attend([Part(0, len(tokens) - 1, 1)])[0][0]
+
+
+@st.composite
+def tree_parts(draw: st.DrawFn, most: int = 20) -> TreePart:
+    """A tree of up to `most` nodes in any order in which parents come before their children."""
+    furthest = draw(st.sampled_from([1, 2, 5, 20]))  # from a node to its parent; 1: a chain
+    parents = tuple(draw(st.integers(max(i - furthest, -1), i - 1)) for i in range(draw(st.integers(1, most))))
+    return TreePart(draw(st.integers(0, 2)), draw(edges | st.integers(0, 270)), parents)
 
 
 @st.composite

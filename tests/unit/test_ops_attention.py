@@ -16,14 +16,18 @@ from tests.unit.attention_cases import (
     LONGEST,
     Model,
     Part,
+    TreePart,
     assert_near,
     batches,
+    chain_of,
     dense,
     dtypes,
     edges,
     models,
     pack_bits,
     parts_of_up_to_40_rows,
+    tree_batch,
+    tree_parts,
 )
 from trtspec.ops.attention import KV_TILE
 
@@ -61,6 +65,62 @@ def test_a_chain_as_a_tree_is_causal_bit_for_bit() -> None:
     tree_mask = torch.cat([pack_bits(f.tolist(), 2) for f in flags])
     for tree, causal in zip(sequences.attend(parts, tree_mask), sequences.attend(parts), strict=True):
         assert torch.equal(tree, causal)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models(), tree=tree_parts(), others=st.lists(parts_of_up_to_40_rows | tree_parts(), max_size=2))
+def test_a_node_has_the_bits_of_its_path_as_a_chain(
+    model: Model, tree: TreePart, others: list[Part | TreePart]
+) -> None:
+    sequences = model.random_sequences(3, LONGEST)
+    parts = [*others[:1], tree, *others[1:]]
+    sizes = [part.part.num_rows if isinstance(part, TreePart) else part.num_rows for part in parts]
+    outs = tree_batch(sequences, parts).run().split(sizes)
+    for part, out in zip(parts, outs, strict=True):
+        if isinstance(part, TreePart):
+            for node in range(-1, len(part.parents)):
+                assert torch.equal(out[1 + node], chain_of(sequences, part, node))
+        else:
+            assert torch.equal(out, sequences.attend([part])[0])
+
+
+def test_nodes_that_are_no_ancestors_reach_no_node() -> None:
+    sequences = Model(block_size=4).random_sequences(1, 30)
+    tree = TreePart(0, 20, (-1, -1, 0, 1))
+    clean = tree_batch(sequences, [tree]).run()
+    for x in (sequences.k, sequences.v):
+        x[0, 22] = float("nan")  # node 1
+    out = tree_batch(sequences, [tree]).run()
+    assert torch.equal(out[[0, 1, 3]], clean[[0, 1, 3]])
+    assert out[[2, 4]].isnan().any(-1).any(-1).all()
+
+
+def test_rows_of_a_tree_are_appended_at_their_own_places() -> None:
+    sequences = Model(block_size=4).random_sequences(1, 30)
+    tree = TreePart(0, 20, (-1, -1, 0, 1))
+    batch, causal = tree_batch(sequences, [tree]), sequences.batch([tree.part])
+    batch.run()
+    causal.run()
+    torch.testing.assert_close(batch.k_cache, causal.k_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(batch.v_cache, causal.v_cache, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_draft_pass_reads_nodes_of_earlier_passes() -> None:
+    """A pass over the second level alone finds the first level in the cache, as do both levels in one pass."""
+    sequences = Model(window=15).random_sequences(1, 40)
+    tree = TreePart(0, 20, (-1, -1, 0, 1, 1))
+    whole = tree_batch(sequences, [tree])
+    expected = whole.run()
+    later = sequences.batch([Part(0, 23, 3)])  # rows before 23 are in the cache
+    later = replace(later, tree_base=whole.tree_base, ancestors=whole.ancestors[3:])
+    assert torch.equal(later.run(), expected[3:])
+
+
+def test_a_mask_and_a_tree_exclude_each_other() -> None:
+    tree = TreePart(0, 20, (-1, -1))
+    batch = tree_batch(Model().random_sequences(1, 30), [tree])
+    with pytest.raises((ValueError, RuntimeError), match="tree_mask"):
+        replace(batch, tree_mask=torch.ones(3, 1, dtype=torch.int32)).run()
 
 
 def test_seven_node_tree_of_the_literature() -> None:

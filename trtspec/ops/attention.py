@@ -7,6 +7,7 @@ up in order. A tile past a row's end adds an exact zero, so longer neighbours do
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,7 +24,7 @@ KV_TILE = 256
 
 _ARGUMENTS = (
     "Tensor cu_q_lens, Tensor kv_lens, Tensor block_tables, Tensor tree_mask, Tensor sinks, "
-    "float scale, int window, float softcap"
+    "float scale, int window, float softcap, Tensor? tree_base=None, Tensor? ancestors=None"
 )
 
 
@@ -37,14 +38,17 @@ def row_slots(block_tables: Tensor, request: Tensor, positions: Tensor, block_si
 
 @dataclass(frozen=True)
 class _Group:
-    """A group of b requests with similar numbers of rows, padded to one width Q; S keys, in whole tiles."""
+    """A group of b parts with similar numbers of rows, padded to one width Q; S keys, in whole tiles.
 
-    rows: Tensor  # [t] int64, packed rows of these requests
-    member: Tensor  # [t] int64, index of the row's request in the group
-    local: Tensor  # [t] int64, index of the row within its request
+    A part is rows that find their keys at the same places: those of a request, or a single node of a draft tree.
+    """
+
+    rows: Tensor  # [t] int64, packed rows of these parts
+    member: Tensor  # [t] int64, index of the row's part in the group
+    local: Tensor  # [t] int64, index of the row within its part
     width: int  # Q
     slots: Tensor  # [b, S] int64, cache slot of each key
-    beyond: Tensor  # [b, S] bool, keys past their request's end
+    beyond: Tensor  # [b, S] bool, keys past their part's end
     hidden: Tensor  # [b, Q, S] bool, keys that a row does not see; padding rows see key 0, to avoid NaN
 
 
@@ -56,12 +60,12 @@ class _Plan:
     groups: list[_Group]
 
 
-_Metadata = tuple[Tensor, Tensor, Tensor, Tensor]
+_Metadata = tuple[Tensor, ...]  # cu_q_lens, kv_lens, block_tables, tree_mask, and with trees: tree_base, ancestors
 _recent: list[tuple[_Metadata, tuple[int, ...], _Plan]] = []
 
 
 def _plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _Plan:
-    """Plan for (cu_q_lens, kv_lens, block_tables, tree_mask); one of the last two plans if its tensors are the same.
+    """Plan for the metadata of a step; one of the last two plans if its tensors are the same.
 
     Layers ask one after the other with the same tensors, and two plans are kept since windows may alternate. The plans'
     tensors are kept as well, so that `is` cannot take a new tensor for one of them. torch's version counter shows
@@ -72,49 +76,83 @@ def _plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _
     for known, known_key, plan in _recent:
         if fresh and known_key == key and all(a is b for a, b in zip(known, metadata, strict=True)):
             return plan
-    plan = _make_plan(*metadata, num_rows, block_size, window)
+    plan = _make_plan(metadata, num_rows, block_size, window)
     _recent[:] = [(metadata, key, plan), *_recent[:1]]
     return plan
 
 
-def _make_plan(
-    cu_q_lens: Tensor,
-    kv_lens: Tensor,
-    block_tables: Tensor,
-    tree_mask: Tensor,
-    num_rows: int,
-    block_size: int,
-    window: int,
-) -> _Plan:
+def _make_plan(metadata: _Metadata, num_rows: int, block_size: int, window: int) -> _Plan:
+    cu_q_lens, kv_lens, block_tables, tree_mask = metadata[:4]
     request = row_requests(cu_q_lens, num_rows)  # [T]
-    position = row_positions(cu_q_lens, kv_lens, request)  # [T]
-    local = torch.arange(num_rows, device=cu_q_lens.device) - cu_q_lens.long()[request]  # [T]
-    # Requests with similar numbers of rows form a group, so that a long prompt does not pad generation requests.
-    widths = _row_widths(cu_q_lens)  # [B]
+    place = row_positions(cu_q_lens, kv_lens, request)  # [T] row of the sequence
+    if len(metadata) == 4:
+        parts = _Parts(cu_q_lens.long(), torch.arange(len(kv_lens), device=kv_lens.device), kv_lens.long())
+        position, key_rows = place, None
+    else:
+        parts, position, key_rows = _tree_parts(request, place, *metadata[4:])
+    part = row_requests(parts.starts, num_rows)  # [T]
+    local = torch.arange(num_rows, device=cu_q_lens.device) - parts.starts[part]  # [T]
+    # Parts with similar numbers of rows form a group, so that a long prompt does not pad generation requests.
+    widths = _row_widths(parts.starts)  # [P]
     groups = []
     for width in sorted(set(widths.tolist())):
-        members = (widths == width).nonzero()[:, 0]  # [b] requests
-        rows = (widths[request] == width).nonzero()[:, 0]  # [t]
-        member = torch.searchsorted(members, request[rows])  # [t]
-        ends = kv_lens[members]
+        members = (widths == width).nonzero()[:, 0]  # [b] parts
+        rows = (widths[part] == width).nonzero()[:, 0]  # [t]
+        member = torch.searchsorted(members, part[rows])  # [t]
+        ends = parts.ends[members]
         keys = torch.arange(max(1, -(-int(ends.max()) // KV_TILE)) * KV_TILE, device=ends.device)  # [S]
         tree = tree_mask[rows] if tree_mask.numel() else None
         seen = _seen(keys, position[rows], local[rows], ends[member], window, tree)
         hidden = (keys != 0).expand(len(members), width, len(keys)).clone()
         hidden[member, local[rows]] = ~seen
-        slots = row_slots(block_tables, members[:, None], keys[None, :], block_size)
+        where = keys[None, :] if key_rows is None else key_rows(members, keys)
+        slots = row_slots(block_tables, parts.owners[members][:, None], where, block_size)
         groups.append(_Group(rows, member, local[rows], width, slots, keys >= ends[:, None], hidden))
-    return _Plan(row_slots(block_tables, request, position, block_size), groups)
+    return _Plan(row_slots(block_tables, request, place, block_size), groups)
 
 
-def _row_widths(cu_q_lens: Tensor) -> Tensor:
-    """Number of rows of each request rounded up to ROW_MULTIPLE * 2^n, [B] int64."""
-    fours = -(-(cu_q_lens[1:] - cu_q_lens[:-1]) // ROW_MULTIPLE)
+@dataclass(frozen=True)
+class _Parts:
+    """The P parts of a step (see _Group)."""
+
+    starts: Tensor  # [P+1] int64, first packed row of each, and T
+    owners: Tensor  # [P] int64, requests
+    ends: Tensor  # [P] int64, number of positions that some row of the part may see
+
+
+def _tree_parts(
+    request: Tensor, place: Tensor, tree_base: Tensor, ancestors: Tensor
+) -> tuple[_Parts, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    """Parts of a step with trees, the position [T] of each row, and where keys are.
+
+    The function gives the rows of the sequence [b, S] that hold the keys [S] of b parts. Each node of a tree is a part.
+    """
+    depth = (ancestors >= 0).sum(1)  # [T] 0 = not in a tree
+    base = tree_base.long()[request]  # [T]
+    position = torch.where(depth > 0, base + depth - 1, place)
+    begins = torch.ones_like(request, dtype=torch.bool)
+    begins[1:] = (depth[1:] > 0) | (depth[:-1] > 0) | (request[1:] != request[:-1])
+    first = begins.nonzero()[:, 0]  # [P] first row of each part
+    starts = F.pad(first, (0, 1), value=len(request))
+
+    def key_rows(parts: Tensor, keys: Tensor) -> Tensor:
+        rows = first[parts]
+        index = keys - base[rows][:, None]  # [b, S] entry of `ancestors`
+        inside = (index >= 0) & (index < depth[rows][:, None])
+        entries = ancestors.long()[rows].gather(1, index.clamp(0, ancestors.shape[1] - 1))
+        return torch.where(inside, base[rows][:, None] + entries, keys)
+
+    return _Parts(starts, request[first], position[starts[1:] - 1] + 1), position, key_rows
+
+
+def _row_widths(starts: Tensor) -> Tensor:
+    """Number of rows of each part rounded up to ROW_MULTIPLE * 2^n, [P] int64."""
+    fours = -(-(starts[1:] - starts[:-1]) // ROW_MULTIPLE)
     return ROW_MULTIPLE * 2 ** torch.ceil(torch.log2(fours.double())).long()
 
 
 def _seen(keys: Tensor, position: Tensor, local: Tensor, ends: Tensor, window: int, tree_mask: Tensor | None) -> Tensor:
-    """Keys [S] that each row sees, [t, S] bool. position, local and ends (kv_len of the row's request) are [t]."""
+    """Keys [S] that each row sees, [t, S] bool. position, local and ends (of the row's part) are [t]."""
     seen = keys <= position[:, None]
     if tree_mask is not None:
         # Bit j of a row's mask is the request's new row j. Keys before the new rows are committed and always seen.
@@ -130,9 +168,14 @@ def _seen(keys: Tensor, position: Tensor, local: Tensor, ends: Tensor, window: i
 def _reference_(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, softcap: float, tree_base: Tensor | None = None, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    plan = _plan((cu_q_lens, kv_lens, block_tables, tree_mask), q.shape[0], k_cache.shape[1], window)
+    metadata: _Metadata = (cu_q_lens, kv_lens, block_tables, tree_mask)
+    if tree_base is not None and ancestors is not None and ancestors.numel():
+        if tree_mask.numel():
+            raise ValueError("spec_attention has tree_mask and ancestors; give one of them")
+        metadata = (*metadata, tree_base, ancestors)
+    plan = _plan(metadata, q.shape[0], k_cache.shape[1], window)
     k_cache.view(-1, *k_cache.shape[2:])[plan.slots] = k
     v_cache.view(-1, *v_cache.shape[2:])[plan.slots] = v
     out = torch.empty_like(q)
@@ -227,6 +270,7 @@ def spec_attention_(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0,
+    tree_base: Tensor | None = None, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Append K/V of T packed rows of B requests, attend, and return [T, Hq, D]. The caches are changed in place.
 
@@ -240,20 +284,33 @@ def spec_attention_(
     sinks: [Hq] logits that are added to the denominator, or zero-size.
     window > 0: a row sees the last `window` positions, its own included.
     softcap > 0: scores become c * tanh(score / c).
+    tree_base [B] int32, ancestors [T, D] int32: draft trees; None or zero-size = chains. tree_base is the first row of
+    the sequence that belongs to the tree. Entry i of a row's ancestors is the row, counted from tree_base, whose token
+    has position tree_base + i before the row's own. The last entry >= 0 is the row itself, and -1 follows. So the row's
+    position is tree_base + its number of entries - 1, and it sees all rows before tree_base and its ancestors. A row
+    without entries is causal. K and V of every row go to the row's own place. A node has the bits of the same token in
+    a chain. tree_mask must be zero-size then, else ValueError (RuntimeError in kernels).
     """
     return cast(
         Tensor,
-        _op_(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window, softcap),
-    )
+        _op_(
+            q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window, softcap,
+            tree_base, ancestors,
+        ),
+    )  # fmt: skip
 
 
 def spec_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor,
     cu_q_lens: Tensor, kv_lens: Tensor, block_tables: Tensor, tree_mask: Tensor, sinks: Tensor,
     scale: float, window: int = 0, softcap: float = 0.0,
+    tree_base: Tensor | None = None, ancestors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return (out, new k_cache, new v_cache): `spec_attention_` without side effects, for ONNX and TensorRT graphs."""
     return cast(
         "tuple[Tensor, Tensor, Tensor]",
-        _op(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window, softcap),
-    )
+        _op(
+            q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window, softcap,
+            tree_base, ancestors,
+        ),
+    )  # fmt: skip

@@ -9,10 +9,8 @@
 // So it makes no difference whether keys after a line's own, or whole tiles, are added or left out.
 #pragma once
 
-#include <cstdlib>
-#include <new>
-
 #include "attention_rows.h"
+#include "attention_workspace.h"
 #include "kernels.h"
 #include "vec.h"
 
@@ -43,8 +41,6 @@ INLINE Vec multiply_add(BFloat16Pair a, Vec b, Vec c) {
 template <class Unit> constexpr int64_t elements_per = 1;
 template <> constexpr int64_t elements_per<BFloat16Pair> = 2;
 
-INLINE int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
-
 // Load LANES units of a head, from unit `at` on.
 template <class Unit, class T> INLINE Vec load_whole_units(const T* head, int64_t at) {
   if constexpr (elements_per<Unit> == 1) return load(head + at);
@@ -61,18 +57,6 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
   std::memcpy(&padded, head + at * packed, left * sizeof(T));
   return padded;
 }
-
-// Scratch memory of a piece. `units` and `width` are D in units and in fp32 numbers, rounded up to whole vectors.
-template <class Unit> struct Workspace {
-  int64_t units, width;
-  Unit* queries;    // [lines][units]
-  Unit* keys;       // [units][TILE]
-  float* values;    // [TILE][width], for AMX (attention_tiles.h)
-  float* sums;      // [lines][width], sums of values so far, with weights relative to e^top
-  float* totals;    // [lines][LANES], sums of weights so far, by lane
-  float* tops;      // [lines], highest score so far
-  uint64_t* seen;   // [lines], bits of the tile's keys that the line sees
-};
 
 // -- loading a tile --------------------------------------------------------------------------------------------------
 
@@ -247,11 +231,19 @@ void attend_lines(const Rows& rows, const Workspace<Unit>& work, const Tile& til
   add_values<L, T>(rows, tile, work.sums + line * work.width, work.width, scores, seen, shares);
 }
 
+// Return whether one of the lines sees a key of the tile. A tile of which it sees none does not change a line.
+INLINE bool sees_any(const uint64_t* seen, int64_t count) {
+  uint64_t any = 0;
+  for (int64_t i = 0; i < count; ++i) any |= seen[i];
+  return any != 0;
+}
+
 // Attend with all lines to the tile, as many at a time as the registers hold.
 template <class T, class Unit> void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile) {
   for (int64_t line = 0, count; line < rows.lines(); line += count) {
     const int64_t left = rows.lines() - line;
     count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
+    if (!sees_any(work.seen + line, count)) continue;
     switch (count) {
       case 1: attend_lines<1, T>(rows, work, tile, line); break;
       case 2: attend_lines<2, T>(rows, work, tile, line); break;
@@ -286,44 +278,6 @@ template <class T, class Unit> void finish(const Rows& rows, const Workspace<Uni
       else if (d < dim) store(out + d, value, int(dim - d));
     }
   }
-}
-
-// Scratch memory of this thread for at least `size` fp32 numbers, kept for the thread's next call.
-inline float* scratch(int64_t size) {
-  static thread_local struct Kept {
-    float* data = nullptr;
-    int64_t size = 0;
-    ~Kept() { std::free(data); }
-  } kept;
-  if (kept.size < size) {
-    std::free(kept.data);
-    kept.size = 0;
-    const int64_t rounded = round_up(size, 16384);
-    kept.data = static_cast<float*>(std::aligned_alloc(64, rounded * sizeof(float)));
-    if (kept.data == nullptr) throw std::bad_alloc();
-    kept.size = rounded;
-  }
-  return kept.data;
-}
-
-template <class Unit> Workspace<Unit> workspace(int64_t lines, int64_t units, int64_t width) {
-  constexpr int64_t line = 64 / sizeof(float);  // each part begins at a cache line
-  const int64_t per_tile = TILE * (units + width), per_line = units + width + LANES + 1 + 2;
-  float* at = scratch(per_tile + lines * per_line + 7 * line);
-  const auto take = [&](int64_t size) {
-    float* const part = at;
-    at += round_up(size, line);
-    return part;
-  };
-  Workspace<Unit> work{.units = units, .width = width};
-  work.keys = reinterpret_cast<Unit*>(take(TILE * units));
-  work.values = take(TILE * width);
-  work.queries = reinterpret_cast<Unit*>(take(lines * units));
-  work.sums = take(lines * width);
-  work.totals = take(lines * LANES);
-  work.tops = take(lines);
-  work.seen = reinterpret_cast<uint64_t*>(take(2 * lines));
-  return work;
 }
 
 template <class T, class Unit> void begin(const Rows& rows, const Workspace<Unit>& work) {
@@ -369,7 +323,10 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
   const Rows rows(args, piece);
   How how(rows);
   const auto& work = how.work;
-  const int64_t end = rows.end_of_keys(piece.num_rows - 1);
+  const int64_t end = rows.highest + 1;
+  const bool branches = rows.in_line < end;
+  int64_t path_of[LINES_PER_PIECE];
+  if (branches) rows.find_paths(path_of);
   const Rows others(args, following != nullptr ? *following : piece);
   Tile tile, next = rows.first_tile();
   Ahead<T>(rows, next).rest();
@@ -381,13 +338,19 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
     next = last ? others.first_tile() : rows.tile(start + TILE);
     if (last && following == nullptr) next.end = next.first;
     Ahead<T> ahead(last ? others : rows, next);
-    for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
-      const uint64_t seen = rows.seen(row, start);
-      for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;
+    const bool by_path = branches && start + TILE > rows.in_line;
+    for (int64_t path = by_path ? -1 : 0; path < (by_path ? piece.num_rows : 1); ++path) {
+      if (by_path && path >= 0 && path_of[path] != path) continue;
+      for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
+        const uint64_t seen = by_path && path_of[row] != path ? 0 : rows.seen(row, start);
+        for (int64_t head = 0; head < rows.group; ++head) work.seen[line++] = seen;
+      }
+      if (by_path && !sees_any(work.seen, rows.lines())) continue;
+      if (by_path && path >= 0) tile = rows.tile_of_path(start, path);
+      how.bring_in(rows, tile, ahead);
+      ahead.rest();
+      how.attend(rows, tile);
     }
-    how.bring_in(rows, tile, ahead);
-    ahead.rest();
-    how.attend(rows, tile);
   }
   finish<T>(rows, work);
 }

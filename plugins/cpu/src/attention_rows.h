@@ -1,6 +1,8 @@
 // Which keys the rows of a piece of attention see, where these keys are in the cache, and how they are prefetched.
 #pragma once
 
+#include <cstring>
+
 #include "kernels.h"
 #include "vec.h"
 
@@ -13,6 +15,7 @@ struct Tile {
   int64_t start;
   int first, end;
   int64_t slots[TILE];
+  bool scattered;  // keys may be at any place, even within a block
 };
 
 // Mask of 64 bits in which bits [low, high) are set, for any low and high.
@@ -42,6 +45,8 @@ struct Rows {
   int64_t committed;   // tokens of the request before this step's rows
   int64_t kv_len;      // tokens of the request together with these rows
   int64_t group;       // G, query heads per KV head
+  int64_t lowest, highest;  // positions of the first key that some row may see, and of the last
+  int64_t in_line;     // keys before it are at the row of their position; those after it depend on the row
 
   INLINE Rows(const AttentionArgs& args, const AttentionPiece& piece) : args(args), piece(piece) {
     const int64_t begin = args.cu_q_lens[piece.request], end = args.cu_q_lens[piece.request + 1];
@@ -49,10 +54,28 @@ struct Rows {
     committed = kv_len - (end - begin);
     packed = begin + piece.first_row;
     group = args.q_heads / args.kv_heads;
+    lowest = lowest_key(0), highest = end_of_keys(piece.num_rows - 1) - 1, in_line = highest + 1;
+    for (int64_t row = 0; args.ancestors != nullptr && row < piece.num_rows; ++row) {
+      if (depth(row) > 0) in_line = args.tree_base[piece.request] < in_line ? args.tree_base[piece.request] : in_line;
+      lowest = lowest_key(row) < lowest ? lowest_key(row) : lowest;
+      highest = position(row) > highest ? position(row) : highest;
+    }
   }
 
   INLINE int64_t lines() const { return piece.num_rows * group; }
-  INLINE int64_t position(int64_t row) const { return committed + piece.first_row + row; }
+
+  // A row's ancestors in its draft tree, itself the last one: rows of the sequence, counted from tree_base.
+  INLINE const int32_t* ancestors(int64_t row) const { return args.ancestors + (packed + row) * args.tree_depth; }
+  INLINE int64_t depth(int64_t row) const {
+    int64_t count = 0;
+    if (args.ancestors != nullptr)
+      while (count < args.tree_depth && ancestors(row)[count] >= 0) ++count;
+    return count;
+  }
+  INLINE int64_t position(int64_t row) const {
+    const int64_t nodes = depth(row);
+    return nodes > 0 ? args.tree_base[piece.request] + nodes - 1 : committed + piece.first_row + row;
+  }
 
   // Row `row` of the piece sees keys in [lowest_key, end_of_keys). With a tree mask it does not see all of them.
   INLINE int64_t lowest_key(int64_t row) const {
@@ -71,11 +94,7 @@ struct Rows {
 
   // Return the tile at `start`: the keys [first, end) that some row may see, and their slots.
   INLINE Tile tile(int64_t start) const {
-    Tile tile;
-    const int64_t first = lowest_key(0) - start, end = end_of_keys(piece.num_rows - 1) - start;
-    tile.start = start;
-    tile.first = first > 0 ? int(first) : 0;
-    tile.end = end <= 0 ? 0 : end < TILE ? int(end) : TILE;
+    Tile tile = bounds(start, highest + 1);
     const int32_t* table = args.block_tables + piece.request * args.table_step;
     for (int i = tile.first; i < tile.end;) {
       // the rest of a block, slots [slot, slot + left), up to the end of the tile
@@ -86,7 +105,47 @@ struct Rows {
     return tile;
   }
 
-  INLINE Tile first_tile() const { return tile(lowest_key(0) / TILE * TILE); }
+  // The same for the keys of a node's path.
+  INLINE Tile tile_of_path(int64_t start, int64_t row) const {
+    Tile tile = bounds(start, position(row) + 1);
+    tile.scattered = true;
+    const int32_t* table = args.block_tables + piece.request * args.table_step;
+    const int64_t base = args.tree_base[piece.request];
+    for (int i = tile.first; i < tile.end; ++i) {
+      const int64_t key = start + i, place = key < base ? key : base + ancestors(row)[key - base];
+      tile.slots[i] = cache_slot(table, args.table_columns, args.block_size, place);
+    }
+    return tile;
+  }
+
+  // For each row, the node whose path it is on, a row too; -1 for rows of no tree. As few nodes as rows need.
+  INLINE void find_paths(int64_t (&path_of)[LINES_PER_PIECE]) const {
+    for (int64_t row = 0; row < piece.num_rows; ++row) path_of[row] = -1;
+    for (int64_t node = piece.num_rows - 1; node >= 0; --node) {
+      if (path_of[node] >= 0) continue;
+      const int64_t nodes = depth(node);
+      for (int64_t i = 0; i < nodes; ++i) {
+        const int64_t row = args.tree_base[piece.request] + ancestors(node)[i] - committed - piece.first_row;
+        const bool on_path = row >= 0 && row < piece.num_rows && path_of[row] < 0 && depth(row) == i + 1 &&
+                             std::memcmp(ancestors(row), ancestors(node), (i + 1) * sizeof(int32_t)) == 0;
+        if (on_path) path_of[row] = node;
+      }
+      if (nodes > 0) path_of[node] = node;
+    }
+  }
+
+  INLINE Tile first_tile() const { return tile(lowest / TILE * TILE); }
+
+  // A tile at `start` without slots: the keys from `lowest` on and before position `stop`.
+  INLINE Tile bounds(int64_t start, int64_t stop) const {
+    Tile tile;
+    const int64_t first = lowest - start, end = stop - start;
+    tile.start = start;
+    tile.first = first > 0 ? int(first < TILE ? first : TILE) : 0;
+    tile.end = end <= 0 ? 0 : end < TILE ? int(end) : TILE;
+    tile.scattered = false;
+    return tile;
+  }
 
   template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
     return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;

@@ -211,8 +211,10 @@ class InTiles {
   }
 
   void attend(const Rows& rows, const Tile& tile) const {
-    for (int64_t line = 0; line < rows.lines(); line += SIDE)
-      attend_side(rows, tile, line, rows.lines() - line < SIDE ? rows.lines() - line : SIDE);
+    for (int64_t line = 0; line < rows.lines(); line += SIDE) {
+      const int64_t count = rows.lines() - line < SIDE ? rows.lines() - line : SIDE;
+      if (sees_any(work.seen + line, count)) attend_side(rows, tile, line, count);
+    }
   }
 
   const Workspace<BFloat16Pair> work;
@@ -223,7 +225,8 @@ class InTiles {
   // them.
   void find_keys(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
     const AttentionArgs& args = rows.args;
-    const bool as_they_lie = args.block_size % SIDE == 0 && args.head_dim % (2 * SIDE) == 0;
+    const bool as_they_lie = args.block_size % SIDE == 0 && args.head_dim % (2 * SIDE) == 0 &&
+                             !tile.scattered;
     for (int side = 0; side < TILE / SIDE; ++side) {
       ahead.keys(SIDE);
       const int begin = side * SIDE, first = begin > tile.first ? begin : tile.first;

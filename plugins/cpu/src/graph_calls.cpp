@@ -49,12 +49,14 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandl
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_attention_(
     AtenTensorHandle q, AtenTensorHandle k, AtenTensorHandle v, AtenTensorHandle k_cache, AtenTensorHandle v_cache,
     AtenTensorHandle cu_q_lens, AtenTensorHandle kv_lens, AtenTensorHandle block_tables, AtenTensorHandle tree_mask,
-    AtenTensorHandle sinks, double scale, int64_t window, double softcap, AtenTensorHandle* out) {
+    AtenTensorHandle sinks, double scale, int64_t window, double softcap, AtenTensorHandle* tree_base,
+    AtenTensorHandle* ancestors, AtenTensorHandle* out) {
   return guarded([&] {
     const trtspec::OwnThreads own_threads;
     *out = trtspec::spec_attention_(tensor(q), tensor(k), tensor(v), tensor(k_cache), tensor(v_cache),
                                     tensor(cu_q_lens), tensor(kv_lens), tensor(block_tables), tensor(tree_mask),
-                                    tensor(sinks), scale, window, softcap)
+                                    tensor(sinks), scale, window, softcap, optional_tensor(tree_base),
+                                    optional_tensor(ancestors))
                .release();
   });
 }

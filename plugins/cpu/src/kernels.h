@@ -29,11 +29,17 @@ struct AttentionArgs {
   int64_t table_columns, table_step;
   const int32_t* tree_mask;                // [T, tree_words], or null: causal
   int64_t tree_words, tree_step;
+  const int32_t* tree_base;                // [B], or null: no draft trees
+  const int32_t* ancestors;                // [T, tree_depth], or null
+  int64_t tree_depth;
   const float* sinks;                      // [q_heads], or null
   float scale, softcap;
   int64_t window;
   bool prefetches_to_l2;                   // attention_rows.h explains it
 };
+
+// Most rows of a piece of attention: as many lines (query heads of rows) pay for loading K and V, and fit the L2 cache.
+constexpr int64_t LINES_PER_PIECE = 96;
 
 // A piece of attention: rows [first_row, first_row + num_rows) of a request, for the query heads of one KV head.
 struct AttentionPiece {

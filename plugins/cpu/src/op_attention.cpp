@@ -11,8 +11,6 @@
 namespace trtspec {
 namespace {
 
-// Lines (query heads of rows) of a piece: enough to pay for loading K and V, few enough for the L2 cache.
-constexpr int64_t LINES_PER_PIECE = 96;
 // Multiply-adds of a chunk: a few us.
 constexpr int64_t WORK_PER_CHUNK = 1 << 17;
 constexpr int64_t ROWS_PER_APPEND = 256;
@@ -56,6 +54,18 @@ void check_blocks(const int32_t* table, int64_t columns, int64_t block_size, int
   bool valid = true;  // a negative id becomes a large unsigned number
   for (int64_t i = 0; i < used; ++i) valid &= uint32_t(table[i]) < uint64_t(num_blocks);
   OP_REQUIRES(valid, "block_tables has an entry that is not one of the ", num_blocks, " blocks of k_cache");
+}
+
+// Check that ancestors are rows of their request's sequence: its block ids are checked up to kv_len.
+void check_trees(const AttentionArgs& args, int64_t B) {
+  bool valid = true;
+  for (int64_t b = 0; b < B; ++b) {
+    const int64_t base = args.tree_base[b], rows = std::max<int64_t>(args.kv_lens[b] - base, 0);
+    const int32_t* const first = args.ancestors + args.cu_q_lens[b] * args.tree_depth;
+    const int32_t* const last = args.ancestors + args.cu_q_lens[b + 1] * args.tree_depth;
+    for (const int32_t* entry = first; entry < last; ++entry) valid &= *entry < 0 || (base >= 0 && *entry < rows);
+  }
+  OP_REQUIRES(valid, "ancestors has an entry that is not a row of its request from tree_base on");
 }
 
 // -- spec_attention --------------------------------------------------------------------------------------------------
@@ -139,7 +149,8 @@ void attend_all(const AttentionArgs& args, int64_t B) {
 Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& k_cache,
                        const Tensor& v_cache, const Tensor& cu_q_lens_, const Tensor& kv_lens_,
                        const Tensor& block_tables_, const Tensor& tree_mask_, const Tensor& sinks_, double scale,
-                       int64_t window, double softcap) {
+                       int64_t window, double softcap, const std::optional<Tensor>& tree_base_,
+                       const std::optional<Tensor>& ancestors_) {
   check_caches(k_cache, v_cache);
   const int64_t Hkv = k_cache.size(2), D = k_cache.size(3), T = q_.dim() == 3 ? q_.size(0) : 0;
   check_rows("q", q_, T, D, k_cache);
@@ -158,9 +169,17 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   OP_REQUIRES(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
               "; want [", B, ", M], one row for each of kv_lens and a column at least");
   const bool tree = tree_mask_.numel() > 0, sinking = sinks_.numel() > 0;
+  const bool branching = tree_base_ && ancestors_ && ancestors_->numel() > 0;
   if (tree) {
     check_int32("tree_mask", tree_mask_, 2);
     OP_REQUIRES(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], as many rows as q");
+  }
+  if (branching) {
+    OP_REQUIRES(!tree, "tree_mask and ancestors are both given; want one of them");
+    check_int32("tree_base", *tree_base_, 1);
+    OP_REQUIRES(tree_base_->size(0) == B, "tree_base is ", tree_base_->sizes(), "; want [", B, "], as many as kv_lens");
+    check_int32("ancestors", *ancestors_, 2);
+    OP_REQUIRES(ancestors_->size(0) == T, "ancestors is ", ancestors_->sizes(), "; want [", T, ", D], as many rows as q");
   }
   OP_REQUIRES(!sinking || sinks_.numel() == Hq, "sinks is ", sinks_.sizes(), "; want [", Hq, "], one per head of q");
 
@@ -168,7 +187,9 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
                cu_q_lens = cu_q_lens_.contiguous(), kv_lens = kv_lens_.contiguous(),
                block_tables = with_dense_heads(block_tables_),
                sinks = sinking ? sinks_.to(ScalarType::Float).contiguous() : sinks_,
-               tree_mask = tree ? with_dense_heads(tree_mask_) : tree_mask_;
+               tree_mask = tree ? with_dense_heads(tree_mask_) : tree_mask_,
+               tree_base = branching ? tree_base_->contiguous() : kv_lens,
+               ancestors = branching ? ancestors_->contiguous() : kv_lens;
   Tensor result = empty_like(q_);
   const Tensor out = with_dense_heads(result);
   const AttentionArgs args{
@@ -189,6 +210,9 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
       .tree_mask = tree ? tree_mask.const_data_ptr<int32_t>() : nullptr,
       .tree_words = tree ? tree_mask.size(1) : 0,
       .tree_step = tree ? tree_mask.stride(0) : 0,
+      .tree_base = branching ? tree_base.const_data_ptr<int32_t>() : nullptr,
+      .ancestors = branching ? ancestors.const_data_ptr<int32_t>() : nullptr,
+      .tree_depth = branching ? ancestors.size(1) : 0,
       .sinks = sinking ? sinks.const_data_ptr<float>() : nullptr,
       .scale = float(scale),
       .softcap = float(softcap),
@@ -201,6 +225,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   for (int64_t b = 0; b < B; ++b)
     check_blocks(args.block_tables + b * args.table_step, args.table_columns, args.block_size, args.kv_lens[b],
                  k_cache.size(0));
+  if (branching) check_trees(args, B);
   trtspec::parallel_for(T, ROWS_PER_APPEND, [&](int64_t first, int64_t last) {
     append(args, rows_of(k), args.k_cache, k.element_size(), B, first, last);
     append(args, rows_of(v), args.v_cache, v.element_size(), B, first, last);
@@ -216,10 +241,12 @@ std::tuple<Tensor, Tensor, Tensor> spec_attention(const Tensor& q, const Tensor&
                                                   const Tensor& k_cache, const Tensor& v_cache,
                                                   const Tensor& cu_q_lens, const Tensor& kv_lens,
                                                   const Tensor& block_tables, const Tensor& tree_mask,
-                                                  const Tensor& sinks, double scale, int64_t window, double softcap) {
+                                                  const Tensor& sinks, double scale, int64_t window, double softcap,
+                                                  const std::optional<Tensor>& tree_base,
+                                                  const std::optional<Tensor>& ancestors) {
   Tensor new_k = k_cache.clone(), new_v = v_cache.clone();
   Tensor out = spec_attention_(q, k, v, new_k, new_v, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, scale, window,
-                               softcap);
+                               softcap, tree_base, ancestors);
   return {out, new_k, new_v};
 }
 

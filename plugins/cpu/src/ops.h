@@ -12,7 +12,8 @@ namespace trtspec {
 Tensor spec_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
                            const Tensor& v_cache, const Tensor& cu_q_lens, const Tensor& kv_lens,
                            const Tensor& block_tables, const Tensor& tree_mask, const Tensor& sinks,
-                           double scale, int64_t window, double softcap);
+                           double scale, int64_t window, double softcap, const std::optional<Tensor>& tree_base,
+                           const std::optional<Tensor>& ancestors);
 
 Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& scales,
                          const Tensor& zeros, const std::optional<Tensor>& bias,

@@ -104,7 +104,7 @@ def _translation(kind: str, schema: torch.FunctionSchema) -> Callable[..., Any]:
 
     def write(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
-        inputs = [_unless_empty(given[one.name]) if one.name not in _NEEDED else given[one.name] for one in tensors]
+        inputs = [given[one.name] if one.name in _NEEDED else _unless_empty(given.get(one.name)) for one in tensors]
         while inputs[-1] is None:
             inputs.pop()
         attributes = {argument.name: given[argument.name] for argument in numbers}
