@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.core import Carry, StepInputs, StepOutputs
+from trtspec.carry import Carry
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.protocols import Executable
 
 

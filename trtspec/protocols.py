@@ -8,7 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trtspec.core import Carry, Proposal, StepInputs, StepOutputs
+from trtspec.carry import Carry
+from trtspec.core import Proposal, StepInputs, StepOutputs
 from trtspec.sampling_params import RequestSampling
 
 

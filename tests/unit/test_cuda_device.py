@@ -24,8 +24,9 @@ from trtspec.backends.graph_io import INPUTS, graph_inputs, input_names, output_
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import plan_context
 from trtspec.build.steps import build_step
+from trtspec.carry import Carry
 from trtspec.config.engine import EngineConfig
-from trtspec.core import Carry, StepInputs
+from trtspec.core import StepInputs
 from trtspec.errors import CapacityError, DependencyError, DeviceError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.drafter import CHAIN_ROWS

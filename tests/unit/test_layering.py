@@ -20,6 +20,7 @@ LAYERS = [
     {"errors"},
     {"modes", "sampling_params", "outputs", "plotting"},
     {"core"},
+    {"carry"},
     {"protocols"},
     {"gguf"},
     {"hub"},

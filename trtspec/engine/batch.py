@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.autograd.graph import increment_version
 
-from trtspec.core import AttnMetadata, Carry, SamplingTensors, SpecMetadata, StepInputs
+from trtspec.carry import Carry
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode

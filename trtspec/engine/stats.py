@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trtspec.core import Carry, StepInputs, StepOutputs
+from trtspec.carry import Carry
+from trtspec.core import StepInputs, StepOutputs
 from trtspec.methods.drafter import ChainExecutable
 from trtspec.outputs import SpeculationStats
 from trtspec.protocols import AsyncExecutable, Executable, Launch

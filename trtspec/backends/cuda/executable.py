@@ -38,7 +38,8 @@ from trtspec.backends.cuda.static_graph import (
 )
 from trtspec.backends.export import GraphStep
 from trtspec.backends.graph_io import OUTPUTS, input_names, step_inputs
-from trtspec.core import Carry, KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
+from trtspec.carry import Carry
+from trtspec.core import KVLayer, SamplingTensors, SpecMetadata, StepInputs, StepOutputs
 from trtspec.methods.step import Step
 
 LEAST_COLUMNS = 64
