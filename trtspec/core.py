@@ -65,6 +65,8 @@ class AttnMetadata:
     width: int = 0  # rows of each request, if all have the same number and graphs may rely on it; 0 = see cu_q_lens
     # [n-1, B, M'] int32, tables of the KV groups after the first (kv/groups.py); None = all groups use block_tables
     group_tables: Tensor | None = None
+    tree_base: Tensor | None = None  # [B] int32, first row of the draft tree (see ops.spec_attention); None = chains
+    ancestors: Tensor | None = None  # [T, K] int32, places of each row's nodes in the tree, counted from tree_base
 
     @classmethod
     def of(cls, q_lens: Sequence[int], kv_lens: Sequence[int], block_tables: Sequence[Sequence[int]]) -> AttnMetadata:
@@ -99,7 +101,12 @@ class AttnMetadata:
 
     def positions(self, num_rows: int) -> Tensor:
         """Position of each of the T rows in its own sequence, [T] int64."""
-        return row_positions(self.cu_q_lens, self.kv_lens, self.requests(num_rows))
+        request = self.requests(num_rows)
+        positions = row_positions(self.cu_q_lens, self.kv_lens, request)
+        if self.ancestors is None or self.tree_base is None:
+            return positions
+        depth = (self.ancestors >= 0).sum(1)
+        return torch.where(depth > 0, self.tree_base.long()[request] + depth - 1, positions)
 
     def tables_of(self, group: int) -> Tensor:
         """Block tables of a KV group, [B, M] int32."""
@@ -127,7 +134,8 @@ class AttnMetadata:
     def last_rows(self) -> AttnMetadata:
         """Only the last row of each request."""
         starts = torch.arange(self.batch_size + 1, dtype=torch.int32, device=self.kv_lens.device)
-        return replace(self, cu_q_lens=starts, tree_mask=self.tree_mask.new_empty(0), width=1)
+        none = self.tree_mask.new_empty(0)
+        return replace(self, cu_q_lens=starts, tree_mask=none, width=1, tree_base=None, ancestors=None)
 
     def advance(self) -> AttnMetadata:
         """The next autoregressive step: one row per request, one token further."""
@@ -227,6 +235,7 @@ class SpecMetadata:
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
     is_uniform: bool = False  # every request has K drafts and K + 1 rows, and graphs may rely on it
     is_cuda_graph: bool = False
+    draft_parents: Tensor | None = None  # [G, K] int64, the parent of each draft in its tree, -1 = root; None = chains
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
 
@@ -335,6 +344,7 @@ class Verdict:
 
     tokens: Tensor  # [B, K+1] int64, -1 past num_tokens
     num_tokens: Tensor  # [B] int64: 0 for a context chunk that is not the last, else 1..K+1
+    path: Tensor | None = None  # [B, K+1] int64, row of the request that drew each token, -1 past them; None = in order
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class ModeTraits:
     spec_decoder: bool = False
     spec_drafter: bool = False
     shapes_graphs: bool = False  # what is compiled differs from plain decoding
+    trees: bool = False  # drafts may be a tree
 
 
 def one_engine(
@@ -95,7 +96,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     MTP_EAGLE = 2, two_engine_head("mtp")
     MTP_EAGLE_ONE_MODEL = 3, one_engine("mtp")
     EAGLE3 = 4, two_engine_head("eagle3")
-    EAGLE3_ONE_MODEL = 5, one_engine("eagle3")
+    EAGLE3_ONE_MODEL = 5, replace(one_engine("eagle3"), trees=True)
     NGRAM = 6, host("ngram", kv_rewind=True)
     # By default a whole model drafts next to the target, as in vLLM. A graph that holds both must be compiled again
     # whenever one of them changes.
@@ -106,8 +107,8 @@ class SpeculativeDecodingMode(enum.IntEnum):
     AUTO = 11, ModeTraits("auto")  # another mode replaces it when speculation is planned
     SUFFIX = 12, host("suffix", kv_rewind=True)
     EAGLE = 13, two_engine_head("eagle")
-    EAGLE_ONE_MODEL = 14, one_engine("eagle")
-    MEDUSA = 15, one_engine("medusa", without_kv=True)
+    EAGLE_ONE_MODEL = 14, replace(one_engine("eagle"), trees=True)
+    MEDUSA = 15, replace(one_engine("medusa", without_kv=True), trees=True)
     MLP_SPECULATOR = 16, one_engine("mlp_speculator", without_kv=True)
     DRAFT_TARGET_ONE_MODEL = 17, one_engine("draft_model", unshifted=True, spec_decoder=False)
     PARD = 18, one_engine("draft_model", parallel=True, unshifted=True, spec_decoder=False)
@@ -157,6 +158,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
     def drafts_in_blocks(self) -> bool:
         """Whether all drafts of a step come from one pass, whose rows see each other."""
         return self.traits.in_blocks
+
+    def drafts_trees(self) -> bool:
+        """Whether the drafts may be a tree."""
+        return self.traits.trees
 
     def rows_ahead(self, max_draft_len: int) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""

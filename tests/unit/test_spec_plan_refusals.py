@@ -178,7 +178,7 @@ def test_refused_against_target_or_draft(
         ),
         (
             {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
-            r"speculative_token_tree='\[\(0,\),.* branches, which is not built yet; leave it unset",
+            r"speculative_token_tree='\[\(0,\),.* branches, which mode=DRAFT_TARGET does not yet; use one of",
         ),
     ],
 )

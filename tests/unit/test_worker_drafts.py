@@ -26,7 +26,7 @@ from tests.unit.table_worker import (
 )
 from trtspec.core import SamplingTensors
 from trtspec.engine.scheduler import Scheduled
-from trtspec.methods.worker import draw
+from trtspec.methods.draw import draw
 from trtspec.sampling_params import RequestSampling
 
 

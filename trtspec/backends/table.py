@@ -37,6 +37,7 @@ class Backend:
     profiles: bool = False
     only_float32: bool = False
     causal: bool = False  # attention does not support tree masks
+    trees: bool = False  # drafts may be a tree
     only_attention_writes: bool = False  # only attention changes caches in place
     cuts: bool = False  # a decoder of many layers is cut into graphs of a few layers, see aoti/cut.py
     constraints: bool = False  # a target's graphs take LogitConstraints and return logits
@@ -58,8 +59,17 @@ class Backend:
         """Whether the mode is verified on this backend. Drafters on the host work with any graph of the target."""
         return self.verified is None or not mode.shapes_graphs() or mode in self.verified
 
-    def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int) -> None:
-        """Raise UnsupportedError for a mode whose draft layers the backend cannot run, or that no test ran on it."""
+    def check_mode(self, mode: SpeculativeDecodingMode, num_speculative_tokens: int, branches: bool = False) -> None:
+        """Raise UnsupportedError for a mode whose draft layers the backend cannot run, or that no test ran on it.
+
+        branches: drafts are a tree.
+        """
+        if branches and not self.trees:
+            trees = ", ".join(row.name for row in BACKENDS.values() if row.trees)
+            raise UnsupportedError(
+                f"a speculative_token_tree that branches on backend {self.name} is not built yet; use backend {trees}, "
+                "or leave it unset"
+            )
         if self.causal and mode.drafts_in_blocks():
             raise UnsupportedError(
                 f"mode={mode.name} on backend {self.name}: masks of a block see each other, for which there is no "
@@ -116,7 +126,7 @@ _ON_GPUS = frozenset(
 BACKENDS = {
     row.name: row
     for row in (
-        Backend("eager", "cpu", functional=False, packs=True, runs_checkpoints=True, constraints=True),
+        Backend("eager", "cpu", functional=False, packs=True, runs_checkpoints=True, trees=True, constraints=True),
         Backend(
             "cuda",
             "cuda",

@@ -84,6 +84,11 @@ class BuildContext:
         )
 
     @property
+    def max_total_draft_tokens(self) -> int:
+        """Largest number of drafts that a step verifies of a request: K, or N of a tree."""
+        return 0 if self.max_draft_len == 0 or self.spec_plan is None else self.spec_plan.max_total_draft_tokens
+
+    @property
     def provisional_rows(self) -> int:
         """Number of KV rows at the end of a sequence that may still change.
 
@@ -162,7 +167,7 @@ def plan_context(
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
     if spec_plan is not None:
-        backend.check_mode(spec_plan.mode, spec_plan.num_speculative_tokens)
+        backend.check_mode(spec_plan.mode, spec_plan.num_speculative_tokens, spec_plan.tree is not None)
     vocabulary = None
     if built is None and asked is not None and asked.use_heterogeneous_vocab:
         vocabulary = map_draft_vocabulary(target, cast("ModelConfig", draft))
@@ -183,7 +188,7 @@ def plan_context(
 
 def _check(context: BuildContext) -> None:
     """Raise ConfigError for sizes and quantisations that contradict each other."""
-    config, K = context.config, context.max_draft_len
+    config, K = context.config, context.max_total_draft_tokens
     if config.lm_head_quantization is not None and not context.backend.packs:
         raise UnsupportedError(
             f"lm_head_quantization = {config.lm_head_quantization!r}: backend {context.backend.name} keeps the lm_head "

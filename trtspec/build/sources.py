@@ -25,6 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 # Sources that decide how an engine is compiled and packed. A change of other sources of the package keeps the digest.
 _FOLDERS = ("backends", "config", "gguf", "methods", "models", "ops", "text", "verify")
 _FILES = (
+    "carry.py",
     "core.py",
     "modes.py",
     "protocols.py",

@@ -175,7 +175,8 @@ def _check_backend(context: BuildContext) -> None:
     backend = BACKENDS[USUAL_COMPILER]
     try:
         if context.spec_plan is not None:
-            backend.check_mode(context.mode, context.spec_plan.num_speculative_tokens)
+            spec_plan = context.spec_plan
+            backend.check_mode(context.mode, spec_plan.num_speculative_tokens, spec_plan.tree is not None)
         for role in context.roles:
             backend.check_dtype(context.of(role).dtype)
     except UnsupportedError as error:

@@ -91,7 +91,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     gpu = open_gpu() if backend.torch_gpu else None
     context = plan_context(start.model, start.speculative, config, backend, backend.packs and "cpu" in plugins)
     mode, target, spec_plan = context.mode, context.target, context.spec_plan
-    K = context.max_draft_len
+    N, tree = context.max_total_draft_tokens, None if spec_plan is None else spec_plan.tree
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))
     collector = hidden_state_collector(context)  # raises before anything is loaded
 
@@ -110,8 +110,12 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     provisional = context.provisional_rows
     reuse = prefix_reuse(allocator, mode, provisional) if config.enable_prefix_caching and forced < 0 else None
     reads = mode.reads_hidden_states()
-    ahead = mode.rows_ahead(K)
-    scheduler = Scheduler(allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional)
+    ahead, branches = mode.rows_ahead(context.max_draft_len), 0
+    if tree is not None:
+        ahead, branches = max(ahead, len(tree.inner)), N - tree.depth
+    scheduler = Scheduler(
+        allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional, branches
+    )
     # A drafter or collector reads tokens or states on the host between two steps: then the next one must wait.
     overlaps = gpu is not None and drafter is None and collector is None and not config.disable_overlap_scheduler
     if overlaps and spec_plan is not None and spec_plan.draft_confidence_threshold is not None:
@@ -122,15 +126,15 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         )
     loop = (OverlapLoop if overlaps else SteadyLoop)(
         scheduler,
-        InputBuilder(mode, K, forced, loaded[0].draft_lens),
+        InputBuilder(mode, N, forced, loaded[0].draft_lens, tree),
         cast("AsyncExecutable", loaded[0].executable),
-        Proposer(drafter, spec_plan if K else None, target.vocab_size, RowStates() if reads else None),
+        Proposer(drafter, spec_plan if N else None, target.vocab_size, RowStates() if reads else None),
         target.vocab_size,
         collector,
     )
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
-        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], drafter, num_blocks, forced), K)
+        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], drafter, num_blocks, forced), N)
     return EngineCore(
         loop,
         target,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
+from trtspec.config.tree import DraftTree, chain
 from trtspec.modes import SpeculativeDecodingMode
 
 
@@ -71,14 +72,34 @@ class SpeculationPlan:
     max_num_tokens: int | None
 
     @property
+    def tree(self) -> DraftTree | None:
+        """The tree of a step's drafts; None = a chain."""
+        is_chain = self.speculative_token_tree == chain(self.num_speculative_tokens)
+        return None if is_chain else DraftTree(self.speculative_token_tree)
+
+    @property
+    def max_total_draft_tokens(self) -> int:
+        """Largest number of drafts that a step verifies of a request: K, or the nodes N of a tree."""
+        return self.num_drafts_within(self.num_speculative_tokens)
+
+    def num_drafts_within(self, depth: int) -> int:
+        """Number of drafts that are at most `depth` tokens ahead."""
+        return depth if self.tree is None else self.tree.within(depth)
+
+    @property
     def num_lookahead_slots(self) -> int:
-        """Number of KV rows that a step may write after the last accepted token: K."""
-        return self.num_speculative_tokens
+        """Number of KV rows that a step may write after the last accepted token: K, or N."""
+        return self.max_total_draft_tokens
 
     @property
     def num_extra_kv_tokens(self) -> int:
-        """Number of KV rows that draft passes may write after the num_lookahead_slots rows: K - 1."""
-        return max(self.num_speculative_tokens - 1, 0)
+        """Number of KV rows that may be written after the num_lookahead_slots rows: K - 1 for a chain.
+
+        For a tree it is max(N - K, P), where P is the number of nodes that draft passes run.
+        """
+        if self.tree is None:
+            return max(self.num_speculative_tokens - 1, 0)
+        return max(self.max_total_draft_tokens - self.num_speculative_tokens, len(self.tree.inner))
 
 
 def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
+from functools import cached_property
 
 from trtspec.errors import ConfigError
 
@@ -24,3 +26,43 @@ def parse_tree(text: str) -> tuple[tuple[int, ...], ...]:
     if not paths or not legal or len(set(paths)) < len(paths):
         raise ConfigError(f"speculative_token_tree={text!r} is not a tree; {remedy}")
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The shape of a draft tree of N nodes. The root, the last token of the sequence, is not a node.
+
+    paths: as parse_tree returns them, so that parents come first, and the nodes up to any depth. The last number of a
+    path is the rank of the node among the likeliest children of its parent.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def parents(self) -> tuple[int, ...]:
+        """The parent of each node, -1 = the root."""
+        number = {path: i for i, path in enumerate(self.paths)}
+        return tuple(number.get(path[:-1], -1) for path in self.paths)
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Depth of each node; the root's children have depth 1."""
+        return tuple(map(len, self.paths))
+
+    @property
+    def depth(self) -> int:
+        """Depth of the deepest node: K."""
+        return self.depths[-1]
+
+    @cached_property
+    def inner(self) -> tuple[int, ...]:
+        """Nodes that have children."""
+        return tuple(sorted({parent for parent in self.parents if parent >= 0}))
+
+    def within(self, depth: int) -> int:
+        """Number of nodes of at most this depth; they come first."""
+        return sum(one <= depth for one in self.depths)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child to `node`; none for the root, -1."""
+        return [] if node < 0 else [*self.path(self.parents[node]), node]

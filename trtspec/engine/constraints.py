@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trtspec.config.tree import DraftTree
 from trtspec.core import LogitConstraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
@@ -22,23 +23,33 @@ _INTS, _FLOATS = torch.empty(0, dtype=torch.int32), torch.empty(0)
 
 
 class _Row(NamedTuple):
-    """A logits row of a request. `num_before` is the number of tokens before the one it draws, drafts included."""
+    """A logits row of a request.
+
+    num_before: number of tokens before the one it draws, `drafts` included, which are the last of them.
+    """
 
     request: Request
     num_before: int
+    drafts: Sequence[int] = ()
 
 
-def logit_constraints(batch: Batch) -> LogitConstraints | None:
-    """The constraints of the R logits rows of a step. None: no request has any, or wants log-probabilities."""
+def logit_constraints(batch: Batch, tree: DraftTree | None = None) -> LogitConstraints | None:
+    """The constraints of the R logits rows of a step. None: no request has any, or wants log-probabilities.
+
+    tree: the shape of the drafts; None = chains.
+    """
     if not any(row.request.needs_host for row in batch):
         return None
     rows = [_Row(row.request, row.end) for row in batch if row.is_context]
     for request, _, num_drafts, is_context in batch:
         if not is_context:
-            rows += [_Row(request, len(request.tokens) + j) for j in range(num_drafts + 1)]
+            for j in range(num_drafts + 1):
+                path = range(j) if tree is None else tree.path(j - 1)
+                drafts = [request.drafts[node] for node in path]
+                rows.append(_Row(request, len(request.tokens) + len(drafts), drafts))
     history, prompt_lens, penalties = _penalties(rows)
     bias_ids, bias_values = _biases(rows)
-    return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch))
+    return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, tree))
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,11 +59,11 @@ def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
         return _INTS, _INTS.long(), _FLOATS
     tokens = {key: np.frombuffer(one.int32_tokens(), np.int32) for key, one in penalised.items()}
     history = np.full((len(rows), max(row.num_before for row in rows if id(row.request) in tokens)), -1, np.int32)
-    for r, (request, num_before) in enumerate(rows):
+    for r, (request, num_before, drafts) in enumerate(rows):
         if id(request) in tokens:
             own = tokens[id(request)][:num_before]
             history[r, : len(own)] = own
-            history[r, len(own) : num_before] = request.drafts[: num_before - len(own)]
+            history[r, len(own) : num_before] = drafts
     asked = [row.request.sampling for row in rows]
     values = [(one.repetition_penalty, one.presence_penalty, one.frequency_penalty) for one in asked]
     return (
@@ -74,7 +85,7 @@ def _biases(rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, dtype=torch.int32).view(shape), torch.tensor(values, dtype=torch.float32).view(shape)
 
 
-def _mask(batch: Batch) -> Tensor:
+def _mask(batch: Batch, tree: DraftTree | None) -> Tensor:
     """allow_mask [R, ceil(V/32)] int32. Rows of a request without a guide, and those of no use, allow everything."""
     num_words = max(0 if row.request.guide is None else row.request.guide.num_words for row in batch)
     if num_words == 0:
@@ -84,5 +95,5 @@ def _mask(batch: Batch) -> Tensor:
     for row, part in zip(batch, torch.split(mask, sizes), strict=True):
         if row.request.guide is not None and row.emits:
             drafts = [] if row.is_context else row.request.drafts[: row.draft_len]
-            row.request.guide.fill(part, drafts)
+            row.request.guide.fill(part, drafts, None if tree is None else tree.parents)
     return mask

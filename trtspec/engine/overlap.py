@@ -1,6 +1,6 @@
 """Overlap scheduling: the host prepares the next step while the device computes the current one.
 
-The tokens of a step are the inputs of the next step, and they stay on the device. `core.Carry` says which output row
+The tokens of a step are the inputs of the next step, and they stay on the device. `carry.Carry` says which output row
 each request continues. The host reserves KV blocks as if every draft were accepted; the device computes the true
 lengths. When the outputs of a step arrive, the next step is already in flight and may include requests that have just
 finished. Their tokens are discarded, and their blocks are freed when that step completes.

@@ -42,14 +42,14 @@ class Proposer:
         self.num_stale = 0  # proposals dropped because draft KV has a gap, whose hidden states are gone
 
     def draft_len(self, scheduler: Scheduler) -> int:
-        """K of the next step, which depends on the number of running requests."""
+        """K of the next step, which depends on the number of running requests; for a tree, its depth."""
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
     def wanted(self, batch: Batch, scheduler: Scheduler) -> int:
         """Number of drafts that the launch of a batch makes for each request: K, or 0 if no request can use any."""
         drafting = [row.request for row in batch if row.emits and row.request.max_draft_len > 0]
         if self.chooser is None:
-            return self.draft_len(scheduler) if drafting else 0
+            return self._num_drafts(self.draft_len(scheduler)) if drafting else 0
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
@@ -147,10 +147,15 @@ class Proposer:
                 reserved = len(request.kv.blocks) * block_size
                 here = self._in_context(length, K, scheduler)
                 end = request.length_limit - length - 1
-                lengths.append(min(here, request.max_draft_len, end, reserved - length + 1))
+                here = self._num_drafts(max(min(here, request.max_draft_len, end), 0))
+                lengths.append(min(here, reserved - length + 1))
             else:
                 lengths.append(0)
         return lengths
+
+    def _num_drafts(self, depth: int) -> int:
+        """Number of drafts that are at most `depth` tokens ahead."""
+        return 0 if self.speculation is None else self.speculation.num_drafts_within(depth)
 
     def _in_context(self, length: int, K: int, scheduler: Scheduler) -> int:
         """Number of drafts after `length` tokens that fit the drafter's context.

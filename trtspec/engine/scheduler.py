@@ -41,7 +41,8 @@ class Scheduler:
     `num_draft_tokens`: number of rows reserved for the drafts of the next step, usually K.
     `reuse`: shares blocks between requests, None = blocks are not shared. `forks_draft_kv`: samples of a prompt share
     only rows that have draft KV, as it cannot be computed later. `provisional`: number of last rows that are computed
-    again, see kv.reuse.
+    again, see kv.reuse. `branch_rows`: number of rows past a request's length limit that a draft tree may need, as its
+    branches have rows of their own: N - K.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Scheduler:
         reuse: PrefixReuse | None = None,
         forks_draft_kv: bool = False,
         provisional: int = 0,
+        branch_rows: int = 0,
     ) -> None:
         self.allocator = allocator
         self.max_batch_size = max_batch_size
@@ -61,6 +63,7 @@ class Scheduler:
         self.reuse = reuse
         self.forks_draft_kv = forks_draft_kv
         self.provisional = provisional
+        self.branch_rows = branch_rows
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
@@ -147,7 +150,7 @@ class Scheduler:
 
         While many blocks are free it reserves a few more, so that not every step has to reserve.
         """
-        allocator, most = self.allocator, request.length_limit  # no row past it is needed
+        allocator, most = self.allocator, request.length_limit + self.branch_rows  # no row past it is needed
         if allocator.num_free > _PLENTY * self.max_batch_size:
             more = num_tokens + _SPARE_BLOCKS * allocator.block_size
             if allocator.reserve(request.kv, min(more, most)):

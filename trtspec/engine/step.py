@@ -37,7 +37,7 @@ class Emission(NamedTuple):
     draft_len: int
     is_context: bool  # a prefill step: `tokens` are the first after it, or none yet
     finished: bool = False
-    drafts: Sequence[int] = ()  # the drafts that were verified
+    drafts: Sequence[int] = ()  # the drafts that were verified, the accepted ones first
     logprobs: list[dict[int, Logprob]] | None = None  # one entry for each of `tokens`, if asked for
     num_past_end: int = 0  # drafts that were accepted after the token that ends the request
 
@@ -83,11 +83,12 @@ class StepLoop:
         tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
         made = _drafts_of(batch, outputs)
         logits = _logits_of(batch, outputs)
-        return [
+        emissions = [
             self.update(row, drawn[:count], drafts, row_logits)
             for row, drawn, count, drafts, row_logits in zip(batch, tokens, counts, made, logits, strict=True)
             if row.request.finish_reason is None
         ]
+        return emissions if outputs.verdict.path is None else _along_paths(emissions, batch, outputs.verdict.path)
 
     def propose(self, emissions: Sequence[Emission]) -> None:
         """Make drafts for the next step, for the requests that go on."""
@@ -203,6 +204,17 @@ class StepLoop:
         self.proposer.forget(request)
 
 
+def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:
+    """The emissions with their drafts in another order: the nodes of the path, then those of other branches."""
+    rows = {id(row.request): one for row, one in zip(batch, path.tolist(), strict=True)}
+    ordered = []
+    for emission in emissions:
+        nodes = [row - 1 for row in rows[id(emission.request)] if row > 0]
+        others = [node for node in range(len(emission.drafts)) if node not in nodes]
+        ordered.append(emission._replace(drafts=[emission.drafts[node] for node in (*nodes, *others)]))
+    return ordered
+
+
 def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]:
     """Drafts that draft layers in the launch made for each request; None where there are no such layers."""
     if outputs.proposal is None:
@@ -216,6 +228,9 @@ def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:
     if not any(row.request.logprobs is not None for row in batch):
         return [None] * len(batch)
     assert outputs.logits is not None
+    assert outputs.verdict is not None
     ends = list(itertools.accumulate(row.draft_len + 1 for row in batch))
-    parts = zip(batch, [0, *ends], ends, strict=False)
-    return [outputs.logits[start:end] if row.request.logprobs is not None else None for row, start, end in parts]
+    parts = [outputs.logits[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    if outputs.verdict.path is not None:
+        parts = [part[path.clamp(min=0)] for part, path in zip(parts, outputs.verdict.path, strict=True)]
+    return [part if row.request.logprobs is not None else None for row, part in zip(batch, parts, strict=True)]

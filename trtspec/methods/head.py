@@ -26,11 +26,13 @@ class DraftHead(nn.Module, ABC):
 
     advance_draft_positions (vLLM's name): False = passes after the first do not advance by one position each. They all
     stay at the row where the first draft was made, with its position and KV length. reads_target_kv: the head has
-    query-only layers over the target's KV (PagedAttend.query), and so runs in the target's graph only.
+    query-only layers over the target's KV (PagedAttend.query), and so runs in the target's graph only. reads_drafts:
+    False = a pass has the same output whatever the drafts before it are.
     """
 
     advance_draft_positions: ClassVar[bool] = True
     reads_target_kv: ClassVar[bool] = False
+    reads_drafts: ClassVar[bool] = True
 
     def __init__(self, vocab_size: int, draft_vocab_size: int | None = None, kv_layers: Sequence[KVSpec] = ()) -> None:
         """Create the vocabulary tables. kv_layers: the KV spec of each attention layer."""

@@ -126,11 +126,28 @@ def plan_speculation(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with num_speculative_tokens='auto' is "
             "not built yet; leave one of them unset"
         )
-    if spec_plan.speculative_token_tree != chain(spec_plan.num_speculative_tokens):
-        raise UnsupportedError(
-            f"speculative_token_tree={config.speculative_token_tree!r} branches, which is not built yet; leave it unset"
-        )
+    if spec_plan.tree is not None:
+        _check_tree(config, spec_plan)
     return spec_plan
+
+
+def _check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
+    tree = f"speculative_token_tree={config.speculative_token_tree!r}"
+    if not spec_plan.mode.drafts_trees():
+        able = ", ".join(mode.name for mode in SpeculativeDecodingMode if mode.drafts_trees())
+        raise UnsupportedError(
+            f"{tree} branches, which mode={spec_plan.mode.name} does not yet; use one of {able}, or leave it unset"
+        )
+    if spec_plan.draft_confidence_threshold is not None:
+        raise UnsupportedError(
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with {tree}, which branches, is not "
+            "built yet; leave one of them unset"
+        )
+    if not set(chain(spec_plan.num_speculative_tokens)) <= set(spec_plan.speculative_token_tree):
+        raise ConfigError(
+            f"{tree} does not contain the likeliest chain of its depth, which is worth more than any other node; add "
+            f"{chain(spec_plan.num_speculative_tokens)}"
+        )
 
 
 def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization | None) -> None:
@@ -164,7 +181,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         row, model = choose(config, draft)
     n_predict = None if draft is None else draft.n_predict
     inside = row.of_target and (draft is None or draft.checkpoint is None)  # layers among the target's own weights
-    k = _draft_len(config, row, n_predict)
+    k = _draft_len(_with_tree_depth(config), row, n_predict)
     # As in TensorRT-LLM, more than one MTP module means one module per draft. They then run in one engine.
     several = row.of_target and (n_predict or 1) > 1 and config.one_engine is not False
     vanilla = config.vanilla or (several and k <= (n_predict or 1))
@@ -316,12 +333,26 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
         return chain(k)
     tree = parse_tree(config.speculative_token_tree)
     depth = len(tree[-1])
-    if tree == chain(depth) and depth != k:
+    if depth != k:
+        kind = "a chain of" if tree == chain(depth) else f"a tree of {len(tree)} nodes and a depth of"
         raise ConfigError(
-            f"speculative_token_tree={config.speculative_token_tree!r} is a chain of {depth} tokens but "
+            f"speculative_token_tree={config.speculative_token_tree!r} is {kind} {depth} tokens but "
             f"num_speculative_tokens={k}; make them equal"
         )
     return tree
+
+
+def _with_tree_depth(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The config with the tree's depth as the number of drafts, if it is not set, or is the number of its nodes.
+
+    vLLM counts the nodes.
+    """
+    if config.speculative_token_tree is None:
+        return config
+    tree = parse_tree(config.speculative_token_tree)
+    if config.num_speculative_tokens not in (None, len(tree)):
+        return config
+    return config.model_copy(update={"num_speculative_tokens": len(tree[-1])})
 
 
 def _mask_token_id(mode: SpeculativeDecodingMode, target: TargetInfo, draft: DraftInfo | None) -> int | None:

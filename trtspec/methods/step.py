@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, StepOutputs
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
-from trtspec.methods.worker import SpecWorker, draw
+from trtspec.methods.draw import draw
+from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
 
@@ -217,6 +218,9 @@ class OneEngineStep(DecodeStep):
         hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
+        if outputs.verdict is not None and outputs.verdict.path is not None:
+            for layer in range(len(self.decoder.spec.kv_layers)):
+                attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, outputs.verdict.path)
         return replace(outputs, logits=logits)
 
     @property

@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from trtspec.config.speculation_plan import SpeculationPlan
+from trtspec.config.tree import DraftTree
 from trtspec.core import (
     AttnMetadata,
     KVSpec,
-    LogitConstraints,
     Proposal,
     SamplingTensors,
     SpecMetadata,
@@ -27,9 +28,11 @@ from trtspec.core import (
     Verdict,
 )
 from trtspec.methods.chain import ChainState, draft_chain
+from trtspec.methods.draw import draw, draw_children, draw_drafts
 from trtspec.methods.head import DraftHead
+from trtspec.methods.tree import Level, accept_path, draft_tree, in_line
 from trtspec.models.attention import PagedAttend
-from trtspec.ops import process_logits, spec_accept, spec_sample
+from trtspec.ops import spec_accept
 
 
 class SpecWorker(nn.Module):
@@ -37,7 +40,8 @@ class SpecWorker(nn.Module):
 
     A subclass drafts in another way. capture_layers: hidden states of the target that the worker reads, "after layer
     i", -1 = after the last norm. greedy: drafts are arg-max, whatever the requests ask for. confidence_threshold: see
-    `likely_lens`; None = all drafts are verified. d2t: [Vd] int64, target id = draft id + d2t.
+    `likely_lens`; None = all drafts are verified. tree: the shape of the drafts, None = a chain. d2t: [Vd] int64,
+    target id = draft id + d2t.
     """
 
     d2t: Tensor
@@ -50,6 +54,7 @@ class SpecWorker(nn.Module):
         greedy: bool = False,
         *,
         confidence_threshold: float | None = None,
+        tree: DraftTree | None = None,
     ) -> None:
         super().__init__()
         self.head = head
@@ -59,6 +64,7 @@ class SpecWorker(nn.Module):
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
+        self.tree = tree
 
     @classmethod
     def of(cls, head: DraftHead, speculation: SpeculationPlan) -> Self:
@@ -70,7 +76,8 @@ class SpecWorker(nn.Module):
     @classmethod
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
         """Return the keyword arguments of the constructor."""
-        return {"confidence_threshold": speculation.draft_confidence_threshold}
+        tree = {} if speculation.tree is None else {"tree": speculation.tree}
+        return {"confidence_threshold": speculation.draft_confidence_threshold, **tree}
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
@@ -126,18 +133,22 @@ class SpecWorker(nn.Module):
 
         captured: [T, n * Ht], states of the target. logits: [R, V] fp32 of the target.
         """
-        spec, attn = inputs.spec, inputs.attn
+        spec = inputs.spec
         sampled = self.sample_tokens_for_batch(logits, spec)
-        accepted, counts = self.sample_and_accept_draft_tokens(sampled, spec)
+        verdict = self.sample_and_accept_draft_tokens(sampled, spec)
+        accepted, counts = verdict.tokens, verdict.num_tokens
+        if verdict.path is not None:
+            inputs, captured = in_line(inputs, captured, verdict.path)
+            spec, attend = inputs.spec, attend.at(inputs.attn)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to rewind
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
         drafts, draft_lens = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
             tokens=sampled,
-            verdict=Verdict(accepted, counts),
+            verdict=verdict,
             proposal=Proposal(drafts, draft_lens),
             next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts, draft_lens),
-            next_kv_lens=attn.kv_lens - rejected,
+            next_kv_lens=inputs.attn.kv_lens - rejected,
         )
 
     def read_in(
@@ -176,6 +187,9 @@ class SpecWorker(nn.Module):
             return self.no_drafts(spec)
         sampling = self.draft_sampling(counts, spec)
         kept, probs = replace(attn, kv_lens=kv_lens), self.new_probs()
+        if self.tree is not None:
+            drafts = self.draft_tree_from(hidden, kept, sampling, attend)[:, : spec.next_draft_len]
+            return drafts, self.draft_lens(drafts, hidden, spec)
         drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend, probs)
         return drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), probs)
 
@@ -241,24 +255,54 @@ class SpecWorker(nn.Module):
 
         return draft_chain(start, num_drafts, forward, moves)
 
+    def draft_tree_from(
+        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, attend: PagedAttend
+    ) -> Tensor:
+        """Return the drafts of the tree, [B, N] int64; arguments as in `draft_from`."""
+        assert self.tree is not None
+
+        def run(step: int, level: Level) -> Tensor:
+            positions = level.attn.positions(level.tokens.shape[0])
+            return self.next_pass(step, level.tokens, level.hidden, positions, attend.at(level.attn))
+
+        reads = self.head.reads_drafts
+        return draft_tree(self.tree, hidden, attn, sampling, run if reads else None, self.sample_children)
+
+    def sample_children(self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int) -> Tensor:
+        """Return the `count` likeliest guesses after each row, best first, [R, count] int64 target ids.
+
+        These are the largest of the processed logits plus the target's noise at that position. hidden: [R, H] of pass
+        `step`.
+        """
+        logits = self.draft_logits(step, hidden)
+        if self.greedy:
+            best = logits.topk(count, dim=-1).indices
+            return best + self.d2t[best]
+        ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
+        return draw_children(logits, sampling, ids, self.draft_ids, count)
+
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
         """Sample the target's own token at each logits row, as its request asks: [R, V] fp32 -> [R] int64."""
         return draw(logits, spec.sampling, constraints=spec.constraints)
 
-    def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
-        """Accept strictly; return the new tokens [B, K+1], -1 past their number, and their number [B].
+    def sample_and_accept_draft_tokens(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
+        """Accept strictly; return the new tokens.
 
         New tokens are the accepted drafts and the target's own token after them.
 
         sampled: [R], the target's own tokens.
         """
-        return spec_accept(
+        own, drafts, forced = (
             spec.per_request(sampled),
             spec.drafts_per_request(),
-            spec.draft_lens,
             self.apply_force_accepted_tokens(spec),
-            emits=spec.next_prompt_token < 0,
         )
+        emits = spec.next_prompt_token < 0
+        if spec.draft_parents is not None:
+            assert self.tree is not None
+            parents = F.pad(spec.draft_parents, (0, 0, spec.num_contexts, 0))
+            return accept_path(own, drafts, parents, spec.draft_lens, forced, emits, self.tree.depth)
+        return Verdict(*spec_accept(own, drafts, spec.draft_lens, forced, emits=emits))
 
     def apply_force_accepted_tokens(self, spec: SpecMetadata) -> Tensor:
         """Number of drafts to accept whatever their values, [B] int32; -1 = only those that agree.
@@ -321,39 +365,3 @@ class SpecWorker(nn.Module):
         """Return the arg-max of logits [B, Vd] as target ids, [B] int64."""
         best = logits.argmax(-1)
         return best + d2t[best]
-
-
-def draw(
-    logits: Tensor,
-    sampling: SamplingTensors,
-    vocab_ids: Tensor | None = None,
-    constraints: LogitConstraints | None = None,
-) -> Tensor:
-    """Process logits [R, V] fp32 as each row asks, then sample: [R] int64.
-
-    vocab_ids: [V], the id of each column where that is not its index.
-    """
-    none, none_f = sampling.top_ks.new_empty(0), sampling.temperatures.new_empty(0)
-    constraints = constraints or LogitConstraints(none, none, none_f, none, none_f, none)
-    logits = process_logits(
-        logits, sampling.positions,
-        history=constraints.history, prompt_lens=constraints.prompt_lens, penalties=constraints.penalties,
-        bias_ids=constraints.bias_ids, bias_values=constraints.bias_values,
-        ban_ids=sampling.ban_ids, ban_until=sampling.ban_until, allow_mask=constraints.allow_mask,
-        temperatures=sampling.temperatures, top_ks=sampling.top_ks, top_ps=sampling.top_ps, min_ps=sampling.min_ps,
-    )  # fmt: skip
-    ids = none.long() if vocab_ids is None else vocab_ids
-    return spec_sample(logits, sampling.greedy, sampling.seeds, sampling.positions, ids)
-
-
-def draw_drafts(logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor) -> Tensor:
-    """Sample from draft logits [R, Vd] fp32 as `draw` does; return the target's ids, [R] int64.
-
-    target_ids: [Vd] int64, the target id of each column. draft_ids: [V], the draft id of each target id, -1 = none.
-    """
-    if sampling.ban_ids.shape[1]:
-        banned = sampling.ban_ids.long()
-        here = torch.where(banned >= 0, draft_ids[banned.clamp(min=0)], -1).int()
-        sampling = replace(sampling, ban_ids=here)
-    tokens = draw(logits, sampling, target_ids)
-    return tokens.clamp(max=draft_ids.shape[0] - 1)  # if all draft ids are banned, any guess will do

@@ -17,7 +17,7 @@ from typing_extensions import Self
 from trtspec.core import AttnMetadata, KVLayer
 from trtspec.models.layers import GatedMLP, Linear, RMSNorm
 from trtspec.models.specs import DecoderSpec
-from trtspec.ops import rotate_heads, rotate_heads_inline, spec_attention, spec_attention_
+from trtspec.ops import kv_compact, kv_compact_, rotate_heads, rotate_heads_inline, spec_attention, spec_attention_
 from trtspec.ops.attention import row_slots
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -72,6 +72,13 @@ class PagedAttend:
         k_cache, v_cache = self.kv[layer]
         return k_cache[places], v_cache[places]
 
+    def compact(self, layer: int, starts: Tensor, path: Tensor) -> None:
+        """Move the KV rows of accepted paths into line: row starts[b] + path[b, i] to starts[b] + i.
+
+        starts: [B] int32. path: [B, L] int64, -1 past the path.
+        """
+        kv_compact_(*self.kv[layer], self.tables(layer), starts, path)
+
     def block_size(self, layer: int) -> int:
         """Tokens of a KV block."""
         return self.kv[layer][0].shape[1]
@@ -90,6 +97,8 @@ class PagedAttend:
             "sinks": q.new_empty(0),
             "scale": q.shape[-1] ** -0.5 if scale is None else scale,
             "window": self.windows[layer] or 0,
+            "tree_base": attn.tree_base,
+            "ancestors": attn.ancestors,
         }
 
 
@@ -108,6 +117,12 @@ class FunctionalAttend(PagedAttend):
         k_cache, v_cache = self.kv[layer]
         places = self._places(layer, slots)
         self.kv[layer] = (k_cache.index_put(places, k), v_cache.index_put(places, v))
+
+    def compact(self, layer: int, starts: Tensor, path: Tensor) -> None:
+        """Move rows as `PagedAttend.compact` does, but to new caches that replace those in `kv`."""
+        assert isinstance(self.kv, list)
+        k_cache, v_cache = self.kv[layer]
+        self.kv[layer] = kv_compact(k_cache, v_cache, self.tables(layer), starts, path)
 
 
 class Attention(nn.Module):

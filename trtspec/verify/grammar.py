@@ -28,25 +28,34 @@ class Guide:
         self._matcher = matcher
         self.num_words = num_words
 
-    def fill(self, allow_mask: Tensor, drafts: Sequence[int]) -> None:
+    def fill(self, allow_mask: Tensor, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Fill allow_mask [1 + len(drafts), ceil(V/32)] int32, whose bits are all set.
 
-        Row j becomes the mask of tokens that may follow the first j drafts. Rows after a draft that is not allowed, or
-        that ends the text, do not change: no step reaches them.
+        Row 0 becomes the mask of tokens that may follow the text, and row j + 1 of those that may follow draft j and
+        the drafts before it. parents: the draft before each draft, -1 = none; None = a chain. Rows after a draft that
+        is not allowed, or that ends the text, do not change: no step reaches them.
         """
-        walked = 0
+        parents = range(-1, len(drafts) - 1) if parents is None else parents
+        walked: list[int] = []  # drafts that the matcher has accepted, each one after the one before
+        left_out: set[int] = set()
         try:
             self._matcher.fill_next_token_bitmask(allow_mask, 0)
-            for j, draft in enumerate(drafts, start=1):
-                if not self._matcher.accept_token(draft):
-                    break
-                walked = j
-                if self._matcher.is_terminated():
-                    break
-                self._matcher.fill_next_token_bitmask(allow_mask, j)
+            for j in _depth_first(parents[: len(drafts)]):
+                if parents[j] in left_out:
+                    left_out.add(j)
+                    continue
+                while walked and walked[-1] != parents[j]:
+                    self._matcher.rollback(1)
+                    walked.pop()
+                if self._matcher.is_terminated() or not self._matcher.accept_token(drafts[j]):
+                    left_out.add(j)
+                    continue
+                walked.append(j)
+                if not self._matcher.is_terminated():
+                    self._matcher.fill_next_token_bitmask(allow_mask, j + 1)
         finally:
             if walked:
-                self._matcher.rollback(walked)
+                self._matcher.rollback(len(walked))
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by the request's new tokens. EngineError if one is not allowed, which forced acceptance may cause."""
@@ -56,6 +65,18 @@ class Guide:
                     f"token {token} breaks the request's structured_outputs; drafts were accepted by force, which they "
                     "do not go together with"
                 )
+
+
+def _depth_first(parents: Sequence[int]) -> list[int]:
+    """Nodes of a tree, each one's descendants right after it. parents: the parent of each node, -1 = the root."""
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents):
+        children.setdefault(parent, []).append(node)
+    order, ahead = [], children.get(-1, [])[::-1]
+    while ahead:
+        order.append(ahead.pop())
+        ahead += children.get(order[-1], [])[::-1]
+    return order
 
 
 class GrammarCompiler:

@@ -6,8 +6,8 @@ tables have a few widths too, as attention launches blocks for as many tokens as
 memory of inputs and outputs. Steps with a context row run kernel by kernel. So do all steps that return or take hidden
 states, because the number of their rows depends on what was accepted.
 
-Tokens that a step draws stay on the device, where the next step can read them (core.Carry). Hidden states are taken and
-returned on the device, without a copy.
+Tokens that a step draws stay on the device, where the next step can read them (carry.Carry). Hidden states are taken
+and returned on the device, without a copy.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ CARRY = {
     "carry_tokens": GraphInput("carry_tokens", ("T",), torch.int64, fill=-1),
     "carry_kept": GraphInput("carry_kept", ("B",), torch.int64, fill=-1),
 }
-"""Inputs of CUDA graphs in addition to the step's: the fields of core.Carry."""
+"""Inputs of CUDA graphs in addition to the step's: the fields of carry.Carry."""
 
 _ROWS = {**INPUTS, **CARRY}
 BAN_COLUMNS = 8  # in a graph that has bans; batches with more bans run kernel by kernel

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trtspec.core import KVLayer, StepInputs, StepOutputs
+from trtspec.methods.draw import draw_drafts
 from trtspec.methods.step import DecodeStep
-from trtspec.methods.worker import draw_drafts
 from trtspec.models.decoder import Decoder
 from trtspec.text.vocabulary import VocabularyMap
 

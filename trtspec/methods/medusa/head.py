@@ -44,6 +44,8 @@ class MedusaHead(DraftHead):
     Where the checkpoint has no lm_head, `share` puts the target's in its place.
     """
 
+    reads_drafts = False
+
     def __init__(self, spec: MedusaSpec) -> None:
         super().__init__(spec.vocab_size, spec.draft_vocab_size)
         self.spec = spec

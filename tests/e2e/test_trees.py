@@ -1,0 +1,199 @@
+"""Draft trees: with static trees the tokens equal plain decoding's, at any temperature."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.e2e.conformance import CASES, LIMITS, make_models
+from tests.e2e.head_cases import step_of
+from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, run_alone, run_together, with_constraints
+from tests.head_checkpoints import make_medusa
+from trtspec import LLM, SamplingParams
+from trtspec.build.build import build_engine
+from trtspec.config.engine import EngineConfig
+from trtspec.core import SamplingTensors
+from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.worker import SpecWorker
+
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
+NODES, DEPTH = 10, 3
+MODES: dict[str, dict[str, Any]] = {
+    "eagle3": {"method": "eagle3", "model": "head"},
+    "eagle": {"method": "eagle", "model": "eagle"},
+    "medusa": {"method": "medusa", "model": "medusa"},
+}
+SIZES = {**LIMITS, "max_num_tokens": 8 * (NODES + 1), "num_kv_blocks": 33}  # so few that requests are preempted
+
+
+class TellingWorker(SpecWorker):
+    """A worker that often knows the right token, which it puts among the children of a node at any rank.
+
+    Whether and where depends on request and position alone. answers: prompt and output of each request.
+    """
+
+    def __init__(self, inner: SpecWorker, answers: Sequence[Sequence[int]]) -> None:
+        super(torch.nn.Module, self).__init__()
+        self.__dict__ |= inner.__dict__
+        self.answers = answers
+        self._ids: tuple[int, ...] = ()
+
+    def draft(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        self._ids = arguments[4].request_ids
+        return super().draft(*arguments)
+
+    def sample_children(self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int) -> Tensor:
+        found = super().sample_children(step, hidden, sampling, count)
+        each = len(found) // len(self._ids)
+        for r, place in enumerate(sampling.positions.tolist()):
+            request = self._ids[r // each]
+            rank = random.Random(f"{request} {place}").randrange(count + 1)
+            if rank < count and place < len(self.answers[request]):
+                right = self.answers[request][place]
+                found[r][found[r] == right] = found[r, rank]
+                found[r, rank] = right
+        return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_models(tmp_path_factory.mktemp("trees"))
+    make_medusa(folder, folder / "target", num_heads=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> list[Outcome]:
+    with LLM(models / "target", **LIMITS) as llm:
+        return run_alone(llm.engine, CASES)
+
+
+def speculation(mode: str, models: Path, tree: str = TREE) -> dict[str, Any]:
+    return {**MODES[mode], "model": str(models / MODES[mode]["model"]), "speculative_token_tree": tree}
+
+
+def tell(llm: LLM, cases: Sequence[Case], outcomes: Sequence[Outcome]) -> None:
+    """Give the engine's worker the right answers."""
+    step: Any = step_of(llm)
+    step.worker = TellingWorker(step.worker, [[*c.prompt, *o.token_ids] for c, o in zip(cases, outcomes, strict=True)])
+
+
+# --- the tokens -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_plain_decoding(mode: str, models: Path, plain: list[Outcome]) -> None:
+    with LLM(models / "target", speculative_config=speculation(mode, models), **SIZES) as llm:
+        tell(llm, CASES, plain)
+        run = run_together(llm.engine, CASES)
+        assert run.outcomes == plain
+        counts = {num_tokens for num_tokens, draft_len in run.speculation.outcomes if draft_len}
+        assert counts == {1, 2, 3, 4}, "drafts of every depth are accepted now and then"
+        assert {draft_len for _, draft_len in run.speculation.outcomes} >= {0, 3, 6, 10}, "limits cut whole depths"
+        assert llm.engine.loop.scheduler.num_preemptions > 0
+        assert run.num_mixed_steps > 0
+        assert run.cut_inside_draft()
+        kept = [e for step in run.steps for e in step if e.num_drafts]
+        assert all(list(e.drafts[: e.num_drafts]) == e.tokens[: e.num_drafts] for e in kept)
+        assert_all_blocks_free(llm)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_drafts_of_the_layers_themselves_change_nothing(mode: str, batch: int, models: Path) -> None:
+    sizes = {**SIZES, "dtype": "bfloat16", "max_batch_size": batch}
+    with LLM(models / "target", **sizes) as llm:
+        plain = run_together(llm.engine, CASES).outcomes
+    with LLM(models / "target", speculative_config=speculation(mode, models), **sizes) as llm:
+        run = run_together(llm.engine, CASES)
+        assert run.outcomes == plain
+        assert run.speculation.num_accepted_tokens > 0
+        assert_all_blocks_free(llm)
+
+
+def test_constraints_follow_the_branches(models: Path) -> None:
+    """Penalties and logprobs of a node count the drafts before it, and no other."""
+    cases = with_constraints(CASES)
+    with LLM(models / "target", **LIMITS) as llm:
+        plain = run_together(llm.engine, cases)
+    with LLM(models / "target", speculative_config=speculation("eagle3", models), **SIZES) as llm:
+        tell(llm, cases, plain.outcomes)
+        run = run_together(llm.engine, cases)
+    assert run.outcomes == plain.outcomes
+    assert run.speculation.acceptance_length > 1.5
+    for ours, theirs in zip(run.requests, plain.requests, strict=True):
+        assert (ours.logprobs and ours.logprobs.entries) == (theirs.logprobs and theirs.logprobs.entries)
+
+
+def test_a_chain_written_as_a_tree_is_the_chain(models: Path) -> None:
+    chain = "[(0,), (0, 0), (0, 0, 0)]"
+    with LLM(models / "target", speculative_config=speculation("eagle3", models, chain), **SIZES) as llm:
+        assert llm.engine.loop.input_builder.tree is None
+        assert llm.engine.loop.input_builder.max_draft_len == DEPTH
+
+
+def test_a_tree_accepts_at_least_what_its_chain_does(models: Path, plain: list[Outcome]) -> None:
+    lengths = []
+    for tree in ("[(0,), (0, 0), (0, 0, 0)]", TREE):
+        with LLM(models / "target", speculative_config=speculation("eagle3", models, tree), **SIZES) as llm:
+            lengths.append(run_together(llm.engine, CASES).speculation.acceptance_length)
+    assert lengths[1] > lengths[0] > 1
+
+
+def test_forced_acceptance_keeps_first_children(models: Path) -> None:
+    forced = {**SIZES, "force_num_accepted_tokens": 2}
+    with LLM(models / "target", speculative_config=speculation("eagle3", models), **forced) as llm:
+        request = llm.engine.add_request([3, 4, 5], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True))
+        while llm.engine.has_work:
+            emissions = llm.engine.step()
+            kept = [e for e in emissions if e.draft_len == NODES and not e.finished]
+            assert all(len(e.tokens) == 3 for e in kept)
+        assert max(num_tokens for [sample] in [request] for num_tokens, _ in sample.stats.outcomes) == 3
+
+
+def test_requests_limit_the_depth(models: Path, plain: list[Outcome]) -> None:
+    wishes = speculation("eagle3", models)
+    with LLM(models / "target", speculative_config=wishes, **SIZES) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=30, max_draft_len=2, ignore_eos=True)
+        llm.generate([[3, 4, 5]], params)
+        outcomes = llm.engine.stats.speculation.outcomes
+        assert max(draft_len for _, draft_len in outcomes) == 6
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wishes", "error", "words"),
+    [
+        ({"speculative_token_tree": "[(0,), (1,), (1, 0)]"}, ConfigError, "does not contain the likeliest chain"),
+        ({"num_speculative_tokens": 4}, ConfigError, "tree of 10 nodes and a depth of 3 tokens but num.*=4"),
+        ({"draft_confidence_threshold": 0.5}, UnsupportedError, "draft_confidence_threshold=0.5 with specul.*_tree"),
+        ({"one_engine": False}, UnsupportedError, "mode=EAGLE3 does not yet; use one of EAGLE3_ONE_MODEL"),
+        ({"num_speculative_tokens": "auto"}, ConfigError, "has one size"),
+    ],
+)
+def test_what_is_not_built_is_refused(wishes: dict[str, Any], error: type[Exception], words: str, models: Path) -> None:
+    with pytest.raises(error, match=words):
+        LLM(models / "target", speculative_config={**speculation("eagle3", models), **wishes}, **SIZES)
+
+
+@pytest.mark.parametrize("backend", ["aoti", "onnx"])
+def test_other_backends_refuse_branches(backend: str, models: Path, tmp_path: Path) -> None:
+    wishes = read_speculative_config(speculation("eagle3", models))
+    with pytest.raises(UnsupportedError, match=f"branches on backend {backend} is not built yet; use backend eager"):
+        build_engine(models / "target", tmp_path, wishes, EngineConfig(backend=backend, dtype="float32", **SIZES))
+
+
+@pytest.mark.parametrize("count", [DEPTH, NODES, None])
+def test_the_number_of_drafts_may_be_the_depth_or_that_of_the_nodes(count: int | None, models: Path) -> None:
+    wishes = {**speculation("eagle3", models), "num_speculative_tokens": count}
+    with LLM(models / "target", speculative_config=wishes, **SIZES) as llm:
+        assert llm.engine.loop.input_builder.max_draft_len == NODES
