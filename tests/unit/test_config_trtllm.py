@@ -93,6 +93,7 @@ OWN: dict[type[DecodingBaseConfig], dict[str, Any]] = {
 REQUIRED: dict[type[DecodingBaseConfig], dict[str, Any]] = {
     SaveHiddenStatesDecodingConfig: {"output_directory": "/out"}
 }
+ONE_ENGINE_EAGLE3: dict[str, Any] = {"method": "eagle3", "model": "/e", "one_engine": True}
 TARGET = TargetInfo(
     model="/t", model_type="llama", vocab_size=100, max_model_len=64, num_hidden_layers=8, max_batch_size=4
 )
@@ -203,6 +204,18 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             MedusaDecodingConfig(num_medusa_heads=4, medusa_choices=[[0, 0], [0]]),
             {"method": "medusa", "num_speculative_tokens": 2},
         ),
+        (
+            MedusaDecodingConfig(medusa_choices=[[0], [1], [0, 0]], max_total_draft_tokens=3),
+            {"method": "medusa", "num_speculative_tokens": 2, "speculative_token_tree": "[(0,), (1,), (0, 0)]"},
+        ),
+        (
+            Eagle3DecodingConfig(eagle_choices=[[0], [1]], max_draft_len=1, speculative_model="/e"),
+            {**ONE_ENGINE_EAGLE3, "num_speculative_tokens": 1, "speculative_token_tree": "[(0,), (1,)]"},
+        ),
+        (
+            Eagle3DecodingConfig(eagle_choices=[[0], [0, 0]], speculative_model="/e"),
+            {**ONE_ENGINE_EAGLE3, "num_speculative_tokens": 2},
+        ),
         (PARDDecodingConfig(), {"method": "draft_model", "parallel_drafting": True}),
         (DFlashDecodingConfig(target_layer_ids=[1, 4]), {"method": "dflash", "capture_layers": (1, 4)}),
         (DSparkDecodingConfig(target_layer_ids=[1, 4]), {"method": "dspark", "capture_layers": (1, 4)}),
@@ -246,7 +259,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
             Eagle3DecodingConfig(eagle3_model_arch="mistral_large3"),
             r"eagle3_model_arch='mistral_large3' is not built yet",
         ),
-        (Eagle3DecodingConfig(eagle_choices=[[0], [0, 0]]), r"eagle_choices=.* is not built yet; leave it unset"),
         (Eagle3DecodingConfig(greedy_sampling=False), r"greedy_sampling=False is not built yet; leave it True"),
         (Eagle3DecodingConfig(posterior_threshold=0.1), r"posterior_threshold=0.1 is not built yet; leave it unset"),
         (Eagle3DecodingConfig(use_dynamic_tree=True), r"use_dynamic_tree=True is not built yet; leave it False"),
@@ -261,7 +273,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         (MTPDecodingConfig(relaxed_delta=0.5), r"relaxed_delta=0.5 is not built yet"),
         (MTPDecodingConfig(begin_thinking_phase_token=1), r"begin_thinking_phase_token=1 is not built yet"),
         (MTPDecodingConfig(end_thinking_phase_token=1), r"end_thinking_phase_token=1 is not built yet"),
-        (MedusaDecodingConfig(medusa_choices=[[0], [1], [0, 0]]), r"medusa_choices=.* is a tree, .* use a chain"),
         (SADecodingConfig(), r"decoding_type='SA' is not built yet"),
         (PARDDecodingConfig(mask_token_id=3), r"mask_token_id=3 is not built yet; leave it unset: the draft's config"),
         (PARDDecodingConfig(target_layer_ids=[3]), r"target_layer_ids=\(3,\) is not built yet; leave it unset"),
@@ -303,7 +314,7 @@ def test_not_built(config: DecodingBaseConfig, message: str) -> None:
         (
             MedusaDecodingConfig,
             {"medusa_choices": [[0], [0, 0]], "max_draft_len": 3},
-            r"medusa_choices=\(\(0,\), \(0, 0\)\) and max_draft_len=3 differ; set max_draft_len only",
+            r"medusa_choices=\(\(0,\), \(0, 0\)\) and max_draft_len=3 differ; set one of them",
         ),
         (
             MedusaDecodingConfig,

@@ -64,7 +64,7 @@ class DecodingBaseConfig(StrictConfig):
             raise UnsupportedError(
                 f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
             )
-        if self.max_total_draft_tokens not in (None, self.max_draft_len):
+        if self.max_total_draft_tokens not in (None, self.max_draft_len, self._num_nodes):
             raise UnsupportedError(
                 f"{name}.max_total_draft_tokens={self.max_total_draft_tokens} with max_draft_len={self.max_draft_len} "
                 "is a tree, which is not built yet; leave it unset for a chain"
@@ -80,9 +80,29 @@ class DecodingBaseConfig(StrictConfig):
             }
         )
 
+    @property
+    def _num_nodes(self) -> int | None:
+        """Number of nodes of the tree that is given; None = none is."""
+        return None
+
     def _own_fields(self) -> dict[str, Any]:
         """Fields of SpeculativeConfig that only this kind of config sets."""
         return {}
+
+
+def _tree(name: str, choices: Choices | None, max_draft_len: int | None) -> dict[str, Any]:
+    """Fields of SpeculativeConfig for a list of paths. A chain is only a number of drafts.
+
+    Raises ConfigError if max_draft_len is not the depth.
+    """
+    if choices is None:
+        return {}
+    depth = max(map(len, choices), default=0)
+    if max_draft_len not in (None, depth):
+        raise ConfigError(f"{name}={choices} and max_draft_len={max_draft_len} differ; set one of them")
+    if tuple(sorted(choices, key=len)) == chain(len(choices)):
+        return {"num_speculative_tokens": depth}
+    return {"num_speculative_tokens": depth, "speculative_token_tree": str([tuple(path) for path in choices])}
 
 
 class Eagle3DecodingConfig(DecodingBaseConfig):
@@ -92,7 +112,6 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
     method: ClassVar[str] = "eagle3"
     unbuilt: ClassVar[Mapping[str, str]] = {
         "eagle3_model_arch": "leave it 'llama3'",
-        "eagle_choices": "leave it unset for a chain",
         "greedy_sampling": "leave it True: requests are sampled as they ask",
         "posterior_threshold": "leave it unset for strict acceptance",
         "use_dynamic_tree": "leave it False for a chain",
@@ -129,7 +148,12 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
                 f"Eagle3DecodingConfig.dynamic_tree_max_topK={self.dynamic_tree_max_topK} is not built yet; use 1 (a "
                 "chain)"
             )
-        return {"one_engine": self.eagle3_one_model, "capture_layers": self.eagle3_layers_to_capture}
+        own = {"one_engine": self.eagle3_one_model, "capture_layers": self.eagle3_layers_to_capture}
+        return own | _tree("eagle_choices", self.eagle_choices, self.max_draft_len)
+
+    @property
+    def _num_nodes(self) -> int | None:
+        return None if self.eagle_choices is None else len(self.eagle_choices)
 
 
 class MTPDecodingConfig(DecodingBaseConfig):
@@ -243,8 +267,8 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
 class MedusaDecodingConfig(DecodingBaseConfig):
     """Medusa heads. max_draft_len, medusa_choices or num_medusa_heads sets their number.
 
-    If all of these are unset, all heads of the checkpoint draft. The only trees that are built are chains. Acceptance
-    is strict as everywhere, not TensorRT-LLM's typical acceptance.
+    If all of these are unset, all heads of the checkpoint draft. Acceptance is strict as everywhere, not TensorRT-LLM's
+    typical acceptance.
     """
 
     decoding_type: ClassVar[str] = "Medusa"
@@ -254,18 +278,15 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     num_medusa_heads: int | None = Field(default=None, ge=1)
 
     def _own_fields(self) -> dict[str, Any]:
-        choices, heads, k = self.medusa_choices, self.num_medusa_heads, self.max_draft_len
-        if choices is not None and tuple(sorted(choices, key=len)) != chain(len(choices)):
-            raise UnsupportedError(
-                f"MedusaDecodingConfig.medusa_choices={choices} is a tree, which is not built yet; use a chain, "
-                f"{[list(path) for path in chain(heads or 2)]}, or leave it unset"
-            )
-        if choices is not None and k not in (None, len(choices)):
-            raise ConfigError(f"medusa_choices={choices} and max_draft_len={k} differ; set max_draft_len only")
-        k = k if choices is None else len(choices)
+        heads, tree = self.num_medusa_heads, _tree("medusa_choices", self.medusa_choices, self.max_draft_len)
+        k = tree.get("num_speculative_tokens", self.max_draft_len)
         if heads is not None and k is not None and k > heads:
             raise ConfigError(f"{k} drafts exceed num_medusa_heads={heads}, each of which drafts one token; lower K")
-        return {"num_speculative_tokens": k or heads}
+        return {"num_speculative_tokens": k or heads, **tree}
+
+    @property
+    def _num_nodes(self) -> int | None:
+        return None if self.medusa_choices is None else len(self.medusa_choices)
 
 
 class SADecodingConfig(DecodingBaseConfig):
