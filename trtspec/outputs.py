@@ -13,9 +13,16 @@ class SpeculationStats:
 
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Number of steps by (tokens emitted, bonus included; drafts offered)."""
+    tree_depths: dict[int, int] = field(default_factory=dict)
+    """Depth of the drafts of a step by their number, where they are a tree. A position is a depth there."""
 
-    def observe(self, num_tokens: int, draft_len: int, steps: int = 1) -> None:
-        """Count `steps` generation steps that emitted `num_tokens` of `draft_len` + 1 tokens each."""
+    def observe(self, num_tokens: int, draft_len: int, steps: int = 1, depth: int | None = None) -> None:
+        """Count `steps` generation steps that emitted `num_tokens` each and verified `draft_len` drafts.
+
+        depth: of the drafts if they are a tree; None = draft_len.
+        """
+        if depth is not None and depth != draft_len:
+            self.tree_depths[draft_len] = depth
         outcome = (num_tokens, draft_len)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + steps
 
@@ -31,7 +38,7 @@ class SpeculationStats:
     @property
     def drafted(self) -> list[int]:
         """Number of times that a draft was offered at each position, [K]."""
-        return self._by_position([(draft_len, count) for (_, draft_len), count in self.outcomes.items()])
+        return self._by_position([(self._depth(draft_len), count) for (_, draft_len), count in self.outcomes.items()])
 
     @property
     def accepted(self) -> list[int]:
@@ -68,26 +75,30 @@ class SpeculationStats:
 
     def copy(self) -> SpeculationStats:
         """A copy of the present counts."""
-        return SpeculationStats(self.outcomes.copy())
+        return SpeculationStats(self.outcomes.copy(), self.tree_depths.copy())
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
         """Counts of the steps observed since `earlier`, an older copy of these counts."""
         news = {outcome: count - earlier.outcomes.get(outcome, 0) for outcome, count in self.outcomes.items()}
-        return SpeculationStats({outcome: count for outcome, count in news.items() if count})
+        return SpeculationStats({outcome: count for outcome, count in news.items() if count}, self.tree_depths.copy())
 
     @classmethod
     def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
         """Sum of several counts."""
         total = cls()
         for part in parts:
+            total.tree_depths |= part.tree_depths
             for outcome, count in part.outcomes.items():
                 total.outcomes[outcome] = total.outcomes.get(outcome, 0) + count
         return total
 
     def _by_position(self, lengths: list[tuple[int, int]]) -> list[int]:
         """Number of steps whose length covers each position, [K]. lengths: (length, steps)."""
-        K = max((draft_len for _, draft_len in self.outcomes), default=0)
+        K = max((self._depth(draft_len) for _, draft_len in self.outcomes), default=0)
         return [sum(count for length, count in lengths if length > position) for position in range(K)]
+
+    def _depth(self, draft_len: int) -> int:
+        return self.tree_depths.get(draft_len, draft_len)
 
 
 @dataclass(frozen=True, slots=True)

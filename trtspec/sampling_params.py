@@ -79,8 +79,8 @@ class SamplingParams:
     the token is there. Both are in [-2, 2], 0 = off.
     logprobs: 0..20, number of most likely tokens whose log-probabilities are returned, next to that of each token
     drawn; None = none.
-    max_draft_len: largest number of drafts per step. 0 = plain decoding, None = the engine's K, which no request
-    exceeds. It changes the time of a request, and no token.
+    max_draft_len: largest number of drafts per step, or depth of a draft tree. 0 = plain decoding, None = the engine's
+    K, which no request exceeds. It changes the time of a request, and no token.
 
     structured_outputs: the required form of the text. End-of-sequence and stop token ids can then be drawn where the
     text may end, and no other id where it must end. min_tokens and ignore_eos contradict that, and are refused with it.

@@ -158,6 +158,49 @@ def test_forced_acceptance_keeps_first_children(models: Path) -> None:
         assert max(num_tokens for [sample] in [request] for num_tokens, _ in sample.stats.outcomes) == 3
 
 
+def test_a_gate_may_leave_as_many_nodes_as_the_tree_is_deep(models: Path) -> None:
+    """A step of 3 nodes at depth 1 has the shapes of a chain of 3, and is none: the fast path must not take it."""
+    cases = [Case([3, 4, 5 + i], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for i in range(6)]
+    with LLM(models / "target", **LIMITS) as llm:
+        plain = run_alone(llm.engine, cases)
+    wishes = {**speculation("eagle3", models), "draft_len_schedule": {2: 3, 8: 1}}
+    taken: list[Any] = []
+    with LLM(models / "target", speculative_config=wishes, **{**SIZES, "num_kv_blocks": 400}) as llm:
+        tell(llm, cases, plain)
+        loop: Any = llm.engine.loop
+        run = run_together(llm.engine, cases, after_step=lambda _: taken.append(loop.steady))
+    assert run.outcomes == plain
+    assert {draft_len for _, draft_len in run.speculation.outcomes} >= {3, 10}
+    assert len(taken) > 10
+    assert all(steady is None for steady in taken)
+
+
+@pytest.mark.parametrize("max_tokens", [2, 9, 20])
+def test_a_request_that_fills_the_cache_runs(max_tokens: int, models: Path) -> None:
+    """The cache has no row for branches past the length limit, so drafts end before it does."""
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    cases = [Case([3 + i % 9 for i in range(64 - max_tokens)], params)]
+    sizes = {"max_batch_size": 1, "max_seq_len": 64, "block_size": 4, "num_kv_blocks": 17}
+    with LLM(models / "target", **sizes) as llm:
+        plain = run_alone(llm.engine, cases)
+    with LLM(models / "target", speculative_config=speculation("eagle3", models), **sizes) as llm:
+        assert run_together(llm.engine, cases).outcomes == plain
+    with LLM(
+        models / "target", speculative_config=speculation("eagle3", models), **sizes | {"num_kv_blocks": None}
+    ) as llm:
+        assert llm.engine.loop.scheduler.allocator.capacity > 64, "by default there is room for the branches"
+
+
+def test_acceptance_is_counted_by_depth(models: Path, plain: list[Outcome]) -> None:
+    with LLM(models / "target", speculative_config=speculation("eagle3", models), **SIZES) as llm:
+        tell(llm, CASES, plain)
+        stats = run_together(llm.engine, CASES).speculation
+    assert len(stats.drafted) == len(stats.accepted) == DEPTH
+    assert all(0 < share < 1 for share in stats.acceptance_per_position)
+    assert stats.drafted[0] == stats.num_drafts > stats.drafted[1] > stats.drafted[2]
+    assert stats.num_draft_tokens > sum(stats.drafted)
+
+
 def test_requests_limit_the_depth(models: Path, plain: list[Outcome]) -> None:
     wishes = speculation("eagle3", models)
     with LLM(models / "target", speculative_config=wishes, **SIZES) as llm:
@@ -178,6 +221,8 @@ def test_requests_limit_the_depth(models: Path, plain: list[Outcome]) -> None:
         ({"draft_confidence_threshold": 0.5}, UnsupportedError, "draft_confidence_threshold=0.5 with specul.*_tree"),
         ({"one_engine": False}, UnsupportedError, "mode=EAGLE3 does not yet; use one of EAGLE3_ONE_MODEL"),
         ({"num_speculative_tokens": "auto"}, ConfigError, "has one size"),
+        ({"num_speculative_tokens": 10, "draft_len_schedule": {4: 10}}, ConfigError, "does not fit num.*_tokens=3"),
+        ({"speculative_token_tree": "[(0,), (99,)]"}, ConfigError, "100 children of a node, and the draft knows 13"),
     ],
 )
 def test_what_is_not_built_is_refused(wishes: dict[str, Any], error: type[Exception], words: str, models: Path) -> None:

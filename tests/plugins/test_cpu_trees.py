@@ -89,9 +89,11 @@ def test_a_node_reaches_only_those_after_it(poison: float, dtype: torch.dtype) -
         ("ancestors", lambda batch: {"ancestors": batch.ancestors + 1}),
         ("ancestors", lambda batch: {"tree_base": batch.tree_base + 1}),
         ("ancestors", lambda batch: {"tree_base": batch.tree_base - 1000}),
+        ("ancestors", lambda batch: {"ancestors": torch.zeros(4, 64, dtype=torch.int32)}),
+        ("tree_base", lambda batch: {"tree_base": None}),
     ],
 )
-def test_bad_trees_are_named(name: str, change: Callable[[Batch], dict[str, Tensor]]) -> None:
+def test_bad_trees_are_named(name: str, change: Callable[[Batch], dict[str, Tensor | None]]) -> None:
     batch = tree_batch(Model().random_sequences(1, 40), [TreePart(0, 20, (-1, -1, 0))])
     with pytest.raises(RuntimeError, match=rf"\b{name}\b"):
         replace(batch, **change(batch)).run()

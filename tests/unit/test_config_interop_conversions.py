@@ -98,6 +98,11 @@ ONE_TO: dict[str, Any] = {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
             "speculative_token_tree",
         ),
         (
+            {**EAGLE3, **GREEDY, "capture_layers": (1,), "speculative_token_tree": TREE, "num_speculative_tokens": 4},
+            {"max_draft_len": 3, "eagle_choices": [[0], [1], [0, 0], [0, 0, 0]], "max_total_draft_tokens": 4},
+            "speculative_token_tree",
+        ),
+        (
             {**EAGLE3, **GREEDY, "capture_layers": (1,), "speculative_token_tree": "[(0,), (0, 0), (0, 0, 0)]"},
             {"eagle_choices": None, "max_total_draft_tokens": None},
             "",

@@ -49,8 +49,9 @@ def wanted_kv_blocks(context: BuildContext, per_block: int | None = None) -> int
 
 def full_kv_blocks(context: BuildContext) -> int:
     """Number of KV blocks for max_batch_size full sequences, scratch included."""
-    config = context.config
-    return config.max_batch_size * -(-context.max_seq_len // config.block_size) + 1
+    config, spec_plan = context.config, context.spec_plan
+    branches = 0 if spec_plan is None or spec_plan.tree is None else spec_plan.num_extra_kv_tokens
+    return config.max_batch_size * -(-(context.max_seq_len + branches) // config.block_size) + 1
 
 
 def fixed_kv_blocks(context: BuildContext) -> int | None:

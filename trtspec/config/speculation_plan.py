@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
@@ -49,7 +50,7 @@ class SpeculationPlan:
 
     mode: SpeculativeDecodingMode
     method: str
-    num_speculative_tokens: int  # K
+    num_speculative_tokens: int  # K; the depth of a tree
     chooses_draft_len: bool  # a step makes and verifies 0..K drafts, as many as save time (engine/draft_length.py)
     model: str | None  # draft checkpoint; the target's if its own MTP layers draft
     max_model_len: int  # drafts end before it; a model drafts nothing for a request whose length + K exceeds it
@@ -71,13 +72,13 @@ class SpeculationPlan:
     max_batch_size: int
     max_num_tokens: int | None
 
-    @property
+    @cached_property
     def tree(self) -> DraftTree | None:
         """The tree of a step's drafts; None = a chain."""
         is_chain = self.speculative_token_tree == chain(self.num_speculative_tokens)
         return None if is_chain else DraftTree(self.speculative_token_tree)
 
-    @property
+    @cached_property
     def max_total_draft_tokens(self) -> int:
         """Largest number of drafts that a step verifies of a request: K, or the nodes N of a tree."""
         return self.num_drafts_within(self.num_speculative_tokens)
@@ -95,7 +96,7 @@ class SpeculationPlan:
     def num_extra_kv_tokens(self) -> int:
         """Number of KV rows that may be written after the num_lookahead_slots rows: K - 1 for a chain.
 
-        For a tree it is max(N - K, P), where P is the number of nodes that draft passes run.
+        For a tree it is max(N - K, P), where P is the number of nodes that draft passes run: those with children.
         """
         if self.tree is None:
             return max(self.num_speculative_tokens - 1, 0)
@@ -110,7 +111,11 @@ def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:
     k = spec_plan.num_speculative_tokens
     if spec_plan.max_concurrency is not None:
         rows = spec_plan.max_num_tokens
-        fitting = spec_plan.max_batch_size if rows is None else min(spec_plan.max_batch_size, rows // (1 + k))
+        fitting = (
+            spec_plan.max_batch_size
+            if rows is None
+            else min(spec_plan.max_batch_size, rows // (1 + spec_plan.max_total_draft_tokens))
+        )
         if min(num_requests, fitting) > spec_plan.max_concurrency:
             return 0
     return scheduled_draft_len(

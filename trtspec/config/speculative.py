@@ -242,14 +242,26 @@ class SpeculativeConfig(StrictConfig):
             raise ConfigError("drafter=None with method='custom_class'; set drafter='module:Class' or an object")
         if self.method == "extract_hidden_states" and self.output_directory is None:
             raise ConfigError("output_directory=None with method='extract_hidden_states'; set it to a folder")
-        if isinstance(self.num_speculative_tokens, int):
-            check_against_k(self, self.num_speculative_tokens)
+        if isinstance(self.draft_depth, int):
+            check_against_k(self, self.draft_depth)
         elif self.num_speculative_tokens is not None and self.speculative_token_tree is not None:
             raise ConfigError(
                 f"speculative_token_tree={self.speculative_token_tree!r} has one size, and "
                 "num_speculative_tokens='auto' has none; leave one of them unset"
             )
         return self
+
+    @property
+    def draft_depth(self) -> int | str | None:
+        """num_speculative_tokens, or the tree's depth if that is not set, or is the number of the tree's nodes.
+
+        vLLM counts the nodes.
+        """
+        k = self.num_speculative_tokens
+        if self.speculative_token_tree is None:
+            return k
+        tree = parse_tree(self.speculative_token_tree)
+        return len(tree[-1]) if k in (None, len(tree)) else k
 
     def __repr__(self) -> str:
         model = None if self.method in ("ngram", "suffix") else self.model

@@ -34,7 +34,7 @@ class ActivityLog:
         for emission in emissions:
             if emission.tokens and not emission.is_context:
                 kept = emission.num_drafts + emission.num_past_end
-                self._speculation.observe(kept + 1, emission.draft_len)
+                self._speculation.observe(kept + 1, emission.draft_len, depth=emission.draft_depth)
         if self._stats.step_time - self._written.seconds >= self.interval:
             now = self._now()
             activity = Activity(

@@ -150,7 +150,8 @@ class Scheduler:
 
         While many blocks are free it reserves a few more, so that not every step has to reserve.
         """
-        allocator, most = self.allocator, request.length_limit + self.branch_rows  # no row past it is needed
+        # no row past it is needed; a context has no drafts
+        allocator, most = self.allocator, request.length_limit + (0 if request.is_context else self.branch_rows)
         if allocator.num_free > _PLENTY * self.max_batch_size:
             more = num_tokens + _SPARE_BLOCKS * allocator.block_size
             if allocator.reserve(request.kv, min(more, most)):

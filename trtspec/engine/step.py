@@ -40,6 +40,7 @@ class Emission(NamedTuple):
     drafts: Sequence[int] = ()  # the drafts that were verified, the accepted ones first
     logprobs: list[dict[int, Logprob]] | None = None  # one entry for each of `tokens`, if asked for
     num_past_end: int = 0  # drafts that were accepted after the token that ends the request
+    draft_depth: int | None = None  # how many tokens ahead the drafts are at most; None = draft_len
 
 
 @dataclass
@@ -188,13 +189,19 @@ class StepLoop:
         if num_tokens and is_context:
             self.scheduler.release_siblings(request)
         elif num_tokens:
-            request.stats.observe(num_tokens, draft_len)
+            request.stats.observe(num_tokens, draft_len, depth=self.depth_of(draft_len))
         if finished:
             self.remove(request)
         num_kept = max(num_tokens - 1, 0)
         num_drafts = min(num_kept, len(taken))
         cut = num_kept - num_drafts
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut)
+        depth = self.depth_of(draft_len)
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, depth)
+
+    def depth_of(self, num_drafts: int) -> int:
+        """Largest number of tokens that `num_drafts` drafts are ahead: as many as drafts, unless they are a tree."""
+        tree = self.input_builder.tree
+        return num_drafts if tree is None or not num_drafts else tree.depths[num_drafts - 1]
 
     def remove(self, request: Request) -> None:
         """Free the blocks of a request that has ended, and its state in the drafter."""
@@ -230,7 +237,11 @@ def _logits_of(batch: Batch, outputs: StepOutputs) -> list[Tensor | None]:
     assert outputs.logits is not None
     assert outputs.verdict is not None
     ends = list(itertools.accumulate(row.draft_len + 1 for row in batch))
-    parts = [outputs.logits[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    if outputs.verdict.path is not None:
-        parts = [part[path.clamp(min=0)] for part, path in zip(parts, outputs.verdict.path, strict=True)]
-    return [part if row.request.logprobs is not None else None for row, part in zip(batch, parts, strict=True)]
+    parts: list[Tensor | None] = []
+    for b, (row, start, end) in enumerate(zip(batch, [0, *ends], ends, strict=False)):
+        own = outputs.logits[start:end]
+        if row.request.logprobs is None:
+            parts.append(None)
+        else:
+            parts.append(own if outputs.verdict.path is None else own[outputs.verdict.path[b].clamp(min=0)])
+    return parts

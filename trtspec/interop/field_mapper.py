@@ -76,7 +76,8 @@ class FieldMapper:
 
     def draft_len(self, server: str) -> int:
         """K, for a server that requires it."""
-        k: int | str | None = self.read("num_speculative_tokens")
+        self.read("num_speculative_tokens")
+        k = self.config.draft_depth
         if not isinstance(k, int):
             raise ConfigError(
                 f"num_speculative_tokens={k!r} with method={self.method!r}: {server} needs a number; set it, to 3 for "

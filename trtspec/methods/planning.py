@@ -181,7 +181,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         row, model = choose(config, draft)
     n_predict = None if draft is None else draft.n_predict
     inside = row.of_target and (draft is None or draft.checkpoint is None)  # layers among the target's own weights
-    k = _draft_len(_with_tree_depth(config), row, n_predict)
+    k = _draft_len(config, row, n_predict)
     # As in TensorRT-LLM, more than one MTP module means one module per draft. They then run in one engine.
     several = row.of_target and (n_predict or 1) > 1 and config.one_engine is not False
     vanilla = config.vanilla or (several and k <= (n_predict or 1))
@@ -251,7 +251,7 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
 
     ConfigError if there is none, or if the checkpoint cannot make K drafts.
     """
-    k, implied = config.num_speculative_tokens, row.implied_draft_len
+    k, implied = config.draft_depth, row.implied_draft_len
     if isinstance(k, str):
         return _most_drafts(config, row, n_predict)
     if k is None:
@@ -340,19 +340,6 @@ def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
             f"num_speculative_tokens={k}; make them equal"
         )
     return tree
-
-
-def _with_tree_depth(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The config with the tree's depth as the number of drafts, if it is not set, or is the number of its nodes.
-
-    vLLM counts the nodes.
-    """
-    if config.speculative_token_tree is None:
-        return config
-    tree = parse_tree(config.speculative_token_tree)
-    if config.num_speculative_tokens not in (None, len(tree)):
-        return config
-    return config.model_copy(update={"num_speculative_tokens": len(tree[-1])})
 
 
 def _mask_token_id(mode: SpeculativeDecodingMode, target: TargetInfo, draft: DraftInfo | None) -> int | None:

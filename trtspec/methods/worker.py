@@ -27,6 +27,7 @@ from trtspec.core import (
     StepOutputs,
     Verdict,
 )
+from trtspec.errors import ConfigError
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.draw import draw, draw_children, draw_drafts
 from trtspec.methods.head import DraftHead
@@ -65,6 +66,12 @@ class SpecWorker(nn.Module):
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
         self.tree = tree
+        children = 0 if tree is None else 1 + max(path[-1] for path in tree.paths)
+        if children > len(ids):
+            raise ConfigError(
+                f"speculative_token_tree has {children} children of a node, and the draft knows {len(ids)} ids; use "
+                "fewer"
+            )
 
     @classmethod
     def of(cls, head: DraftHead, speculation: SpeculationPlan) -> Self:
@@ -96,9 +103,9 @@ class SpecWorker(nn.Module):
         return self.head(next_ids, self.head.fuse(captured), positions, attend, rows=rows)  # type: ignore[no-any-return]
 
     def next_pass(self, step: int, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: PagedAttend) -> Tensor:
-        """Run pass `step` (1..K'-1) over one row per request and return its output [B, H].
+        """Run pass `step` (1..K'-1) over one row per request, or n for a tree, and return its output [B * n, H].
 
-        tokens: [B]. hidden: [B, H], the output of the previous pass. positions: [B].
+        tokens: [B * n]. hidden: [B * n, H], the output of the pass before for each row. positions: [B * n].
         """
         return self.head(tokens, self.head.feedback(hidden, step - 1), positions, attend, step)  # type: ignore[no-any-return]
 

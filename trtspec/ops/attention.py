@@ -171,7 +171,9 @@ def _reference_(
     scale: float, window: int, softcap: float, tree_base: Tensor | None = None, ancestors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     metadata: _Metadata = (cu_q_lens, kv_lens, block_tables, tree_mask)
-    if tree_base is not None and ancestors is not None and ancestors.numel():
+    if ancestors is not None and ancestors.numel():
+        if tree_base is None:
+            raise ValueError("spec_attention has ancestors and no tree_base; give both")
         if tree_mask.numel():
             raise ValueError("spec_attention has tree_mask and ancestors; give one of them")
         metadata = (*metadata, tree_base, ancestors)

@@ -61,11 +61,16 @@ void check_trees(const AttentionArgs& args, int64_t B) {
   bool valid = true;
   for (int64_t b = 0; b < B; ++b) {
     const int64_t base = args.tree_base[b], rows = std::max<int64_t>(args.kv_lens[b] - base, 0);
-    const int32_t* const first = args.ancestors + args.cu_q_lens[b] * args.tree_depth;
-    const int32_t* const last = args.ancestors + args.cu_q_lens[b + 1] * args.tree_depth;
-    for (const int32_t* entry = first; entry < last; ++entry) valid &= *entry < 0 || (base >= 0 && *entry < rows);
+    for (int64_t row = args.cu_q_lens[b]; row < args.cu_q_lens[b + 1]; ++row) {
+      int64_t nodes = 0;
+      for (const int32_t* entry = args.ancestors + row * args.tree_depth; nodes < args.tree_depth; ++entry, ++nodes) {
+        if (*entry < 0) break;
+        valid &= base >= 0 && *entry < rows;
+      }
+      valid &= nodes <= rows;
+    }
   }
-  OP_REQUIRES(valid, "ancestors has an entry that is not a row of its request from tree_base on");
+  OP_REQUIRES(valid, "ancestors has an entry that is not a row of its request from tree_base on, or too many");
 }
 
 // -- spec_attention --------------------------------------------------------------------------------------------------
@@ -169,7 +174,8 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   OP_REQUIRES(block_tables_.size(0) == B && block_tables_.size(1) > 0, "block_tables is ", block_tables_.sizes(),
               "; want [", B, ", M], one row for each of kv_lens and a column at least");
   const bool tree = tree_mask_.numel() > 0, sinking = sinks_.numel() > 0;
-  const bool branching = tree_base_ && ancestors_ && ancestors_->numel() > 0;
+  const bool branching = ancestors_ && ancestors_->numel() > 0;
+  OP_REQUIRES(!branching || tree_base_, "ancestors is given, and tree_base is not");
   if (tree) {
     check_int32("tree_mask", tree_mask_, 2);
     OP_REQUIRES(tree_mask_.size(0) == T, "tree_mask is ", tree_mask_.sizes(), "; want [", T, ", W], as many rows as q");

@@ -90,6 +90,7 @@ class EngineServer:
             error=None if request.error is None else described(request.error),
             logprobs=None if emission.logprobs is None else [_likely(one) for one in emission.logprobs],
             num_past_end=emission.num_past_end,
+            draft_depth=emission.draft_depth,
         )
 
     def info(self) -> EngineInfo:
@@ -102,7 +103,7 @@ class EngineServer:
             max_batch_size=loop.scheduler.max_batch_size,
             kv_tokens=loop.scheduler.allocator.capacity,
             mode=loop.input_builder.mode.name,
-            max_draft_len=loop.input_builder.max_draft_len,
+            max_draft_len=loop.depth_of(loop.input_builder.max_draft_len),
             lossy=loop.input_builder.forced_accept >= 0,
         )
 

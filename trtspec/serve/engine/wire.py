@@ -77,11 +77,13 @@ class Delta(NamedTuple):
     error: str | None = None
     logprobs: list[list[tuple[int, float, int]]] | None = None  # per token: [id, logprob, rank], its own first
     num_past_end: int = 0  # drafts accepted past the token that ends the sample
+    draft_depth: int | None = None  # how many tokens ahead the drafts are at most; None = as many as drafts
 
     def add_to(self, stats: SpeculationStats) -> None:
         """Count this step in `stats`, unless it is a prefill step."""
         if self.token_ids and not self.is_context:
-            stats.observe(self.num_accepted + self.num_past_end + 1, len(self.draft_ids))
+            num_tokens = self.num_accepted + self.num_past_end + 1
+            stats.observe(num_tokens, len(self.draft_ids), depth=self.draft_depth)
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

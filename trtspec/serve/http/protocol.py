@@ -169,7 +169,9 @@ class GenerationRequest(Fields):
 
     # fields of this server alone
     num_speculative_tokens: int | None = Field(
-        default=None, ge=0, description="draft tokens a step, at most the engine's K; 0 = plain decoding"
+        default=None,
+        ge=0,
+        description="draft tokens a step, or depth of a draft tree, at most the engine's K; 0 = plain decoding",
     )
     return_speculation: bool = Field(
         default=False, description="what each step was offered, accepted and rejected, in each choice of a stream"
