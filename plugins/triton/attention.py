@@ -327,7 +327,8 @@ def spec_attention_(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    *tree: torch.Tensor | None,
+    tree_base: torch.Tensor | None = None,
+    ancestors: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The op of trtspec/ops/attention.py: [T, Hq, D]. The caches are changed.
 
@@ -339,9 +340,8 @@ def spec_attention_(
     columns * block_size + T tokens. It is at most MOST_SCRATCH: beyond that the other form is launched.
     """
     T, Hq, D = q.shape
-    num_blocks, block_size, Hkv, _ = k_cache.shape
-    B, columns = block_tables.shape
-    if any(one is not None and one.numel() for one in tree):
+    (num_blocks, block_size, Hkv, _), (B, columns) = k_cache.shape, block_tables.shape
+    if ancestors is not None and ancestors.numel():
         raise NotImplementedError("spec_attention_ with tree_base and ancestors has no Triton kernel yet")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("spec_attention_ writes to caches that are contiguous")
@@ -350,7 +350,7 @@ def spec_attention_(
         return out
     block_tables, tree_mask = block_tables.contiguous(), tree_mask.contiguous()
     q, k, v = (rows if rows.stride()[1:] == (D, 1) else rows.contiguous() for rows in (q, k, v))
-    mask = tree_mask if tree_mask.numel() else None
+    tree = tree_mask if tree_mask.numel() else None
     sink = sinks if sinks.numel() else None
     group = Hq // Hkv
     block_m = left_rows(triton.cdiv(T, B) * group)
@@ -367,10 +367,10 @@ def spec_attention_(
         tops, totals = torch.empty(2, T, Hq, chunks, dtype=torch.float32, device=q.device)
         partials = torch.empty(T, Hq, chunks, D, dtype=torch.float32, device=q.device)
     spec_attention_kernel[(pieces, Hkv, chunks if split else 1)](
-        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, mask, sink,
+        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree, sink,
         T, B, columns, num_blocks, tl.constexpr(block_size), Hkv, q.stride(0), k.stride(0), v.stride(0),
         float_bits(scale), window, float_bits(softcap) if softcap > 0 else None,
-        None if mask is None else mask.shape[1], chunks if split else None,
+        None if tree is None else tree.shape[1], chunks if split else None,
         out, k_cache, v_cache, tops, totals, partials,
         **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache),
         **attention_options(shape, split, q.element_size()),
@@ -378,7 +378,7 @@ def spec_attention_(
     if split:
         merge_chunks_kernel[(T, Hq)](
             tops, totals, partials, cu_q_lens, kv_lens, sink, T, B, chunks, capacity, window, out,
-            TREE=mask is not None, D=D, D_PADDED=shape["D_PADDED"], CHUNK=CHUNK, num_warps=1, enable_fp_fusion=False,
+            TREE=tree is not None, D=D, D_PADDED=shape["D_PADDED"], CHUNK=CHUNK, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -182,6 +182,7 @@ class StepLoop:
         """
         request, is_context, draft_len = row.request, row.is_context, len(verified)
         finished = request.finish_reason is not None
+        depth = None if self.input_builder.tree is None else self.depth_of(draft_len)
         shown = None
         if request.logprobs is not None:
             shown = likely[: len(taken)]
@@ -189,13 +190,12 @@ class StepLoop:
         if num_tokens and is_context:
             self.scheduler.release_siblings(request)
         elif num_tokens:
-            request.stats.observe(num_tokens, draft_len, depth=self.depth_of(draft_len))
+            request.stats.observe(num_tokens, draft_len, depth=depth)
         if finished:
             self.remove(request)
         num_kept = max(num_tokens - 1, 0)
         num_drafts = min(num_kept, len(taken))
         cut = num_kept - num_drafts
-        depth = self.depth_of(draft_len)
         return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, depth)
 
     def depth_of(self, num_drafts: int) -> int:

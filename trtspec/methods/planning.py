@@ -132,21 +132,22 @@ def plan_speculation(
 
 
 def _check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
-    tree = f"speculative_token_tree={config.speculative_token_tree!r}"
+    text = config.speculative_token_tree
     if not spec_plan.mode.drafts_trees():
         able = ", ".join(mode.name for mode in SpeculativeDecodingMode if mode.drafts_trees())
         raise UnsupportedError(
-            f"{tree} branches, which mode={spec_plan.mode.name} does not yet; use one of {able}, or leave it unset"
+            f"speculative_token_tree={text!r} branches, which mode={spec_plan.mode.name} does not yet; use one of "
+            f"{able}, or leave it unset"
         )
     if spec_plan.draft_confidence_threshold is not None:
         raise UnsupportedError(
-            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with {tree}, which branches, is not "
-            "built yet; leave one of them unset"
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with speculative_token_tree={text!r}, "
+            "which branches, is not built yet; leave one of them unset"
         )
     if not set(chain(spec_plan.num_speculative_tokens)) <= set(spec_plan.speculative_token_tree):
         raise ConfigError(
-            f"{tree} does not contain the likeliest chain of its depth, which is worth more than any other node; add "
-            f"{chain(spec_plan.num_speculative_tokens)}"
+            f"speculative_token_tree={text!r} does not contain the likeliest chain of its depth, which is worth more "
+            f"than any other node; add {chain(spec_plan.num_speculative_tokens)}"
         )
 
 
