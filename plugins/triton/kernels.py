@@ -105,6 +105,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "spec_attention-bf16-d128-g4-prompt": lambda: _attention("bf16", 128, 4, rows=2048),
     "spec_attention-bf16-d128-g4-tree": lambda: _attention("bf16", 128, 4, columns=2048, all_options=True),
     "packed_linear-bf16": lambda: _linear("bf16", "plain", 4, 4096, 6144),
+    "packed_linear-bf16-batch": lambda: _linear("bf16", "plain", ROWS, 4096, 6144),
     "packed_linear-bf16-prompt": lambda: _linear("bf16", "plain", 2048, 4096, 6144),
     "packed_linear-bf16-vocabulary": lambda: _linear("bf16", "plain", ROWS, 4096, VOCABULARY, float_out=True),
     "packed_linear-bf16-short-prompt": lambda: _linear("bf16", "plain", 200, 4096, 6144),

@@ -112,7 +112,7 @@ def few_rows_kernel(
     K,
     x_stride,
     piece_steps,  # number of steps of a piece
-    partials,  # [pieces, T, N] fp32 or int32, or anything where not SPLIT
+    partials,  # [tiles, pieces, BLOCK_M, BLOCK_N] fp32 or int32, or anything where not SPLIT
     counters,  # [row tiles * column tiles] int32, zeros before and after
     out,  # [T, N]
     LAYOUT: tl.constexpr,
@@ -139,20 +139,21 @@ def few_rows_kernel(
         columns = _weights(weight, n, k, N, K, LAYOUT, EVEN, x.dtype.element_ty)
         sums = tl.dot(rows, columns, sums, input_precision="ieee", out_dtype=kind)
     if SPLIT:
-        place = tl.minimum(row, T - 1).to(tl.int64)[:, None] * N + tl.minimum(n, N - 1)[None, :]
-        inside = (row < T)[:, None] & (n < N)[None, :]
-        tl.store(partials + piece * T * N + place, sums, mask=inside)
-        tl.debug_barrier()  # all threads have stored before one of them counts
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         pieces = tl.num_programs(2)
+        # A piece of a tile is contiguous, so that threads move 16 bytes at a time. Only rows that exist are moved.
+        place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        own = partials + tile.to(tl.int64) * pieces * (BLOCK_M * BLOCK_N)
+        tl.store(own + piece * (BLOCK_M * BLOCK_N) + place, sums, mask=(row < T)[:, None])
+        tl.debug_barrier()  # all threads have stored before one of them counts
         if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == pieces - 1:
             tl.store(counters + tile, 0)  # for the next launch
             total = tl.zeros((BLOCK_M, BLOCK_N), kind)
-            at_once: tl.constexpr = 64 // BLOCK_M  # pieces to load at once, as each load takes long
+            at_once: tl.constexpr = 128 // BLOCK_M  # pieces to load at once, as each load takes long
             for first in range(0, pieces, at_once):
                 for i in tl.static_range(at_once):
-                    there = inside & (row < tl.where(first + i < pieces, T, 0))[:, None]
-                    other = partials + (first + i) * T * N + place
+                    there = (row < tl.where(first + i < pieces, T, 0))[:, None]
+                    other = own + (first + i) * (BLOCK_M * BLOCK_N) + place
                     # .cg bypasses the multiprocessor's own cache. Pieces that do not exist add zeros: no sum changes.
                     total += tl.load(other, mask=there, other=0, cache_modifier=".cg")
             _write(total, row, n, scales, x_scales, bias, T, N, out, LAYOUT, X_SCALE, BIAS)
@@ -278,7 +279,8 @@ def _launch(
         return
     partials = counters = nothing
     if count > 1:
-        partials = x.new_empty(count, T, N, dtype=torch.int32 if layout == INT8.value else torch.float32)
+        kind = torch.int32 if layout == INT8.value else torch.float32
+        partials = x.new_empty(tiles[0] * tiles[1], count, rows, columns, dtype=kind)
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         counters = _counters(x.device, stream)
     few_rows_kernel[(*tiles, count)](

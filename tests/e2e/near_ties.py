@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import trtspec.methods.worker as sampling
+import trtspec.methods.draw as sampling
 from tests.e2e.tiny import Case, Outcome
 from trtspec.engine.core import EngineCore
 from trtspec.ops import gumbel_noise, process_logits, spec_sample

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.e2e.conformance import LIMITS, TIGHT, K
+from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, assert_speculation_changes_nothing, build
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
 from trtspec import LLM, SamplingParams
@@ -171,6 +171,15 @@ def check_prefixes_are_found(folder: Path, speculation: dict[str, Any] | None, *
         outcomes = run_alone(llm.engine, cases)
         assert llm.engine.stats.prefix_hit_tokens >= 2 * 4 * 4
     assert outcomes == alone(folder, cases, **options)
+
+
+def check_engine_folders(models: Path, output: Path, dtype: str) -> None:
+    """Check folders that AOTInductor compiled for the GPU: words are eager's, and EAGLE3 changes none of them."""
+    with LLM(build(models, output / "plain", "cuda", "none", dtype), num_kv_blocks=300) as llm:
+        plain = run_alone(llm.engine, CASES)
+    check_words_are_eager_s(models / "target", CASES, plain, NEAR_TIES[dtype], dtype=dtype)
+    with LLM(build(models, output / "eagle3", "cuda", "eagle3", dtype), **TIGHT) as llm:
+        assert_speculation_changes_nothing(llm, plain, "eagle3")
 
 
 def check_chunks_change_nothing(folder: Path, speculation: dict[str, Any] | None, **options: Any) -> None:

@@ -131,6 +131,12 @@ def test_quantised_engines(models: Path, work: HostQueue, quantization: str) -> 
     engines.check_words_are_eager_s(models / "target", CASES[:3], theirs, 0.0, quantization=quantization)
 
 
+@pytest.mark.long
+def test_engine_folders(models: Path, work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trtspec.backends.cuda.aoti.open_gpu", lambda: work.device)
+    engines.check_engine_folders(models, tmp_path, "float32")
+
+
 def test_the_demo(work: HostQueue) -> None:
     with LLM(DEMO / "target") as llm:
         cases = engines.demo_cases(llm, 12)
