@@ -66,7 +66,7 @@ def test_sampling_and_constraints_are_in_the_order_of_their_fields() -> None:
 
 def test_a_batch_has_what_the_rows_say() -> None:
     """The tensors of a batch have the dtype and number of sizes of their rows. Sizes of equal names are equal."""
-    example = example_batch(K, 4, constraints=True)
+    example = example_batch(K, 4, words=4)
     states = torch.zeros(example.input_ids.shape[0], WIDTH)
     tables = example.attn.block_tables[None].repeat(2, 1, 1)
     example = replace(example, hidden_states=states, attn=replace(example.attn, group_tables=tables))
@@ -82,7 +82,7 @@ def test_a_batch_has_what_the_rows_say() -> None:
 
 
 def test_what_is_read_is_written_back() -> None:
-    example = example_batch(K, 4, constraints=True)
+    example = example_batch(K, 4, words=4)
     names = [name for name, row in INPUTS.items() if row.taker not in ("groups", "hidden states", "layers", "linear")]
     tensors = graph_inputs(example, names)
     again = graph_inputs(step_inputs(tensors, K), names)
@@ -153,11 +153,11 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
     assert input_names(step) == ("input_ids", *states, *FIRST, *verified, *sampling)
     assert input_names(step, grouped=True)[len(states) + 4] == "group_tables"
-    assert input_names(step, constraints=True) == (*input_names(step), *constraints)
+    assert input_names(step, words=4) == (*input_names(step), *constraints)
     known = {*FIRST[3:], *VERIFIED[:3], "positions"}
     assert input_names(step, uniform=True) == tuple(name for name in input_names(step) if name not in known)
     assert output_names(step) == GIVEN[kind]
-    assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
+    assert output_names(step, words=4) == (*GIVEN[kind], "logits")
 
 
 def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> None:

@@ -60,10 +60,10 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def example_batch(draft_len: int, block_size: int, uniform: bool = False, constraints: bool = False) -> StepInputs:
+def example_batch(draft_len: int, block_size: int, uniform: bool = False, words: int = 0) -> StepInputs:
     """Return a batch of two generations with `draft_len` drafts each and, unless uniform, two contexts.
 
-    Every dynamic size is thus two or more. constraints: include constraints on the logits.
+    Every dynamic size is thus two or more. words: of a mask of the vocabulary; 0 = without constraints on the logits.
     """
     K, C = draft_len, 0 if uniform else 2
     q_lens, kv_lens = [*[3, 2][:C], K + 1, K + 1], [*[3, 6][:C], K + 9, K + 12]
@@ -82,20 +82,20 @@ def example_batch(draft_len: int, block_size: int, uniform: bool = False, constr
         draft_lens=torch.tensor([*[0, 0][:C], K, K], dtype=torch.int32),
         next_prompt_token=torch.tensor([*[-1, 3][:C], -1, -1]),
         next_draft_len=K,
-        constraints=_example_constraints(len(gather)) if constraints else None,
+        constraints=_example_constraints(len(gather), words) if words else None,
     )
     return StepInputs(torch.ones(starts[-1], dtype=torch.int64), attn, spec)
 
 
-def _example_constraints(rows: int) -> LogitConstraints:
+def _example_constraints(rows: int, words: int) -> LogitConstraints:
     """Return constraints with every group in use; sizes that are to stay dynamic separately differ from each other."""
     return LogitConstraints(
-        history=torch.zeros(rows, 5, dtype=torch.int32),
+        history=torch.zeros(rows, words + 1, dtype=torch.int32),
         prompt_lens=torch.ones(rows, dtype=torch.int64),
         penalties=torch.ones(rows, 3),
         bias_ids=torch.zeros(rows, 2, dtype=torch.int32),
         bias_values=torch.zeros(rows, 2),
-        allow_mask=torch.full((rows, 4), -1, dtype=torch.int32),
+        allow_mask=torch.full((rows, words), -1, dtype=torch.int32),
     )
 
 
@@ -108,7 +108,8 @@ def example_for(
     rows have the target's hidden states and `draft_len` drafts are to be made.
     """
     if not step.hidden_width:
-        return example_batch(draft_len, block_size, uniform, constraints)
+        words = max(4, -(-step.vocab_size // 32))  # of a small vocabulary more than it has, as sizes must differ
+        return example_batch(draft_len, block_size, uniform, words if constraints else 0)
     example = example_batch(0, block_size)
     states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width)
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)

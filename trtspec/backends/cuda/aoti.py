@@ -46,10 +46,12 @@ def compile_step(
         example = moved(example_for(step, K, block_size, uniform, constraints), step.like.device)
         program = export_step(step, example, example_kv(step, example, block_size), uniform)
         graph = Graph(f"{kind}_k{K}.pt2", K, uniform, input_names(step, uniform, constraints=constraints))
+        # Inductor would tune kernels on made-up indices, which are out of bounds; so it runs the example instead.
+        settings = {**INDUCTOR, "triton.autotune_at_compile_time": False}
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             path = str(folder / graph.file)
-            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs={**INDUCTOR})
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=settings)
         constants.add(folder / graph.file, {**program.state_dict, **program.constants})
         graphs.append(graph)
     report("writing weights")
