@@ -153,11 +153,11 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
     assert input_names(step) == ("input_ids", *states, *FIRST, *verified, *sampling)
     assert input_names(step, grouped=True)[len(states) + 4] == "group_tables"
-    assert input_names(step, words=4) == (*input_names(step), *constraints)
+    assert input_names(step, constraints=True) == (*input_names(step), *constraints)
     known = {*FIRST[3:], *VERIFIED[:3], "positions"}
     assert input_names(step, uniform=True) == tuple(name for name in input_names(step) if name not in known)
     assert output_names(step) == GIVEN[kind]
-    assert output_names(step, words=4) == (*GIVEN[kind], "logits")
+    assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
 
 
 def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> None:
