@@ -103,7 +103,9 @@ _ATTENTION_INTEGERS = (
     "T", "B", "columns", "num_blocks", "block_size", "Hkv", "q_stride", "k_stride", "v_stride",
     "scale_bits", "window", "softcap_bits",
 )  # fmt: skip
-_ATTENTION_ABSENT = ("tree_mask", "sinks", "words", "chunks", "tops", "totals", "partials")
+_ATTENTION_ABSENT = (
+    "tree_mask", "sinks", "tree_base", "ancestors", "words", "entries", "chunks", "tops", "totals", "partials",
+)  # fmt: skip
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _COMPACT_INTEGERS = ("columns", "num_blocks", "block_size", "width", "L")
 
@@ -139,7 +141,7 @@ def _attention(dtype: str, head_dim: int, group: int) -> Kernel:
     size = _BYTES[dtype]
     shape = attention_shape(head_dim, group, aot_rows(head_dim, group, size), size, AOT_TILE_BYTES)
     align = math.gcd(16, head_dim * size)  # TensorRT's tensors begin at multiples of 256 bytes
-    constants = {**dict.fromkeys(_ATTENTION_ABSENT), **shape, "CHUNK": attention.CHUNK, "ALIGN": align}
+    constants = {**dict.fromkeys(_ATTENTION_ABSENT), **shape, "CHUNK": attention.CHUNK, "ALIGN": align, "ENTRIES": 1}
     signature = {**floats, **metadata, **dict.fromkeys(_ATTENTION_INTEGERS, "i32"), **outputs}
     options = attention_options(shape, split=False, element_bytes=size)
     return Kernel(attention.spec_attention_kernel, signature, constants, options.pop("num_warps"), options)

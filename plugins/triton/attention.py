@@ -12,6 +12,9 @@ A row's bits depend on its own tokens and positions alone, whatever other rows s
   columns goes along threads and warps, whose layout follows from the number of rows.
 - Multiplications and additions are not fused (enable_fp_fusion), as compilers may fuse them differently in two kernels.
 
+With draft trees, a program has one row alone, as rows of other paths see other keys at the same positions. It reads the
+keys of the row's path in the order of their positions.
+
 Two forms give the same bits. With many rows, a program goes through all chunks of its rows. With few rows, each chunk
 has a program of its own, which leaves its result in scratch memory, and a second kernel merges the results.
 
@@ -27,7 +30,15 @@ import math
 import torch
 import triton
 import triton.language as tl
-from trtspec_plugins.triton.attention_merge import NOTHING, chunk_start, finish, last_begun, merge, merge_chunks_kernel
+from trtspec_plugins.triton.attention_merge import (
+    NOTHING,
+    chunk_start,
+    finish,
+    last_begun,
+    merge,
+    merge_chunks_kernel,
+    tree_of,
+)
 from trtspec_plugins.triton.launch import (
     CHUNK,
     MOST_SCRATCH,
@@ -41,7 +52,7 @@ from trtspec_plugins.triton.launch import (
 _HIGHEST_FLOAT = tl.constexpr(3.4028234e38)
 
 
-@triton.jit(do_not_specialize=["T", "B", "columns", "num_blocks", "words", "chunks"])
+@triton.jit(do_not_specialize=["T", "B", "columns", "num_blocks", "words", "entries", "chunks"])
 def spec_attention_kernel(
     q,  # [T, Hkv * GROUP, D], rows q_stride apart
     k,  # [T, Hkv, D], rows k_stride apart
@@ -53,6 +64,8 @@ def spec_attention_kernel(
     block_tables,  # [B, columns] int32
     tree_mask,  # [T, words] int32, or None
     sinks,  # [Hkv * GROUP], or None
+    tree_base,  # [B] int32, or None without trees
+    ancestors,  # [T, entries] int32, or None
     T,
     B,
     columns,
@@ -66,6 +79,7 @@ def spec_attention_kernel(
     window,
     softcap_bits,  # bits of an fp32 number, or None
     words,  # None without a tree mask
+    entries,  # None without trees
     chunks,  # of the scratch tensors; None if these are None
     out,  # [T, Hkv * GROUP, D]
     new_k_cache,  # the memory of k_cache
@@ -80,18 +94,27 @@ def spec_attention_kernel(
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
     ALIGN: tl.constexpr,  # bytes; rows of keys and values begin at multiples of it
+    ENTRIES: tl.constexpr,  # a power of two, at least `entries`
 ):
-    # The left matrix of a program is up to BLOCK_M consecutive (row, query head) pairs of one request and KV head.
+    # The left matrix of a program is up to BLOCK_M consecutive (row, query head) pairs of one request and KV head; with
+    # trees, those of one row.
     scale = scale_bits.to(tl.float32, bitcast=True)
     head = tl.program_id(1).to(tl.int64)
     piece = tl.program_id(0)
-    request = last_begun(cu_q_lens, B, piece, GROUP, BLOCK_M, 1)
+    if ancestors is None:
+        request = last_begun(cu_q_lens, B, piece, GROUP, BLOCK_M, 1)
+    else:
+        own = piece // ((GROUP + BLOCK_M - 1) // BLOCK_M)  # the program's row
+        request = last_begun(cu_q_lens, B, own, 1, 1, 0)
     if request < 0:
         return
     first = tl.load(cu_q_lens + request)
     last = tl.load(cu_q_lens + request + 1)
     length = tl.load(kv_lens + request)
-    pair = (piece - first * GROUP // BLOCK_M - request) * BLOCK_M  # first one, counted within the request
+    if ancestors is None:
+        pair = (piece - first * GROUP // BLOCK_M - request) * BLOCK_M  # first one, counted within the request
+    else:
+        pair = (own - first) * GROUP + piece % ((GROUP + BLOCK_M - 1) // BLOCK_M) * BLOCK_M
     if pair >= (last - first) * GROUP:
         return
     committed = length - (last - first)  # positions that were in the cache before this step
@@ -99,7 +122,12 @@ def spec_attention_kernel(
     d = tl.arange(0, D_PADDED)
     row = first + m // GROUP
     real = (row < last) & (row >= 0) & (row < T)
-    position = committed + m // GROUP  # [BLOCK_M]
+    place = committed + m // GROUP  # [BLOCK_M] of the row itself
+    position = place  # of its token
+    if ancestors is not None:
+        real = real & (row == own)
+        base, depth = tree_of(tree_base, ancestors, request, own, entries, ENTRIES)
+        position = tl.zeros_like(place) + tl.where(depth > 0, base + depth - 1, committed + own - first)
     wide = row.to(tl.int64)
     query_head = head * GROUP + m % GROUP
     element = real[:, None] & (d < D)[None, :]
@@ -109,12 +137,12 @@ def spec_attention_kernel(
 
     if tl.program_id(2) == 0:
         # Write the rows of this piece to the cache. Rows that no column covers go to scratch block 0.
-        place = tl.maximum(position, 0)
-        column = place // block_size
-        covered = real & (position >= 0) & (column < columns)
+        known_place = tl.maximum(place, 0)
+        column = known_place // block_size
+        covered = real & (place >= 0) & (column < columns)
         block = tl.load(table + column, mask=covered, other=0)
         block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
-        slot = block.to(tl.int64) * block_size + place % block_size
+        slot = block.to(tl.int64) * block_size + known_place % block_size
         once = element & (m % GROUP == 0)[:, None]
         target = ((slot * Hkv + head) * D)[:, None] + d[None, :]
         in_k = (wide * k_stride + head * D)[:, None] + d[None, :]
@@ -123,8 +151,13 @@ def spec_attention_kernel(
         tl.store(new_v_cache + target, tl.load(v + in_v, mask=once, other=0.0), mask=once)
 
     # Keys begin .. end - 1 are those that some row of the piece may see.
-    begin = tl.maximum(tl.where(window > 0, committed + pair // GROUP - window, -1) + 1, 0)
-    end = length if tree_mask is not None else tl.minimum(length, committed + (pair + BLOCK_M - 1) // GROUP + 1)
+    if ancestors is None:
+        first_position, end = committed + pair // GROUP, committed + (pair + BLOCK_M - 1) // GROUP + 1
+    else:
+        first_position = tl.max(position)
+        end = first_position + 1
+    begin = tl.maximum(tl.where(window > 0, first_position - window, -1) + 1, 0)
+    end = length if tree_mask is not None else tl.minimum(length, end)
     end = tl.minimum(end, columns * block_size + T)
     lowest = tl.where(window > 0, position - window, -1)  # [BLOCK_M]; a row sees keys above it
     highest = position if tree_mask is None else tl.zeros_like(position) + (end - 1)  # and up to this one
@@ -157,14 +190,20 @@ def spec_attention_kernel(
                     end_tile = begin_tile
             for tile in tl.range(begin_tile, end_tile, TILE, num_stages=1 if CLEAN else 5):
                 key = tile + tl.arange(0, TILE)
-                old = key < committed
-                key_column = key // block_size
+                key_place = key
+                if ancestors is not None:
+                    index = key - base
+                    of_tree = (index >= 0) & (index < depth)
+                    entry = tl.load(ancestors + own.to(tl.int64) * entries + index, mask=of_tree, other=0)
+                    key_place = tl.maximum(tl.where(of_tree, base + entry, key), 0)
+                old = key_place < committed
+                key_column = key_place // block_size
                 listed = old & (key_column < columns)
                 key_block = tl.load(table + key_column, mask=listed, other=0)
                 key_block = tl.minimum(tl.maximum(key_block, 0), num_blocks - 1)
                 # Slots are counted in 32 bits, their elements in 64.
-                slot = (key_block * block_size + key % block_size).to(tl.int64) * (Hkv * D)
-                fresh = first + key - committed  # may wrap around if the metadata is wrong
+                slot = (key_block * block_size + key_place % block_size).to(tl.int64) * (Hkv * D)
+                fresh = first + key_place - committed  # may wrap around if the metadata is wrong
                 known = (key < end) & (old | ((fresh >= 0) & (fresh < T)))
                 k_row = tl.where(old, k_old + slot, k_new + fresh.to(tl.int64) * k_stride)  # [TILE] pointers
                 v_row = tl.where(old, v_old + slot, v_new + fresh.to(tl.int64) * v_stride)
@@ -215,8 +254,8 @@ def spec_attention_kernel(
             start = end
     if partials is None:
         result = finish(top, total, sums, sinks, query_head)
-        place = (wide * Hkv * GROUP + query_head)[:, None] * D + d[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=element)
+        to = (wide * Hkv * GROUP + query_head)[:, None] * D + d[None, :]
+        tl.store(out + to, result.to(out.dtype.element_ty), mask=element)
 
 
 def spec_attention_(
@@ -247,8 +286,10 @@ def spec_attention_(
     """
     T, Hq, D = q.shape
     (num_blocks, block_size, Hkv, _), (B, columns) = k_cache.shape, block_tables.shape
+    paths = None
     if ancestors is not None and ancestors.numel():
-        raise NotImplementedError("spec_attention_ with tree_base and ancestors has no Triton kernel yet")
+        _check_trees(tree_base, ancestors, tree_mask, T, B)
+        paths = ancestors.contiguous()
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("spec_attention_ writes to caches that are contiguous")
     out = q.new_empty(q.shape)
@@ -259,12 +300,16 @@ def spec_attention_(
     tree = tree_mask if tree_mask.numel() else None
     sink = sinks if sinks.numel() else None
     group = Hq // Hkv
-    block_m = left_rows(triton.cdiv(T, B) * group)
+    block_m = left_rows(group if paths is not None else triton.cdiv(T, B) * group)
     shape = attention_shape(D, group, block_m, q.element_size())
 
     capacity = columns * block_size + T  # rows that no column covers attend all the same
     chunks = chunks_of(capacity)
     pieces = T * group // block_m + B  # some are empty, as each request begins a piece of its own
+    if paths is not None:
+        pieces = T * triton.cdiv(group, block_m)
+    trees = (None, None) if paths is None else (tree_base, paths)
+    widths = (None, 1) if paths is None else (paths.shape[1], triton.next_power_of_2(paths.shape[1]))
     scratch_bytes = T * Hq * chunks * (D + 2) * 4
     full = triton.cdiv(T * group, block_m) * Hkv
     split = chunks > 1 and full < SPLIT_BELOW and scratch_bytes <= MOST_SCRATCH
@@ -273,18 +318,19 @@ def spec_attention_(
         tops, totals = torch.empty(2, T, Hq, chunks, dtype=torch.float32, device=q.device)
         partials = torch.empty(T, Hq, chunks, D, dtype=torch.float32, device=q.device)
     spec_attention_kernel[(pieces, Hkv, chunks if split else 1)](
-        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree, sink,
+        q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree, sink, *trees,
         T, B, columns, num_blocks, tl.constexpr(block_size), Hkv, q.stride(0), k.stride(0), v.stride(0),
         float_bits(scale), window, float_bits(softcap) if softcap > 0 else None,
-        None if tree is None else tree.shape[1], chunks if split else None,
+        None if tree is None else tree.shape[1], widths[0], chunks if split else None,
         out, k_cache, v_cache, tops, totals, partials,
-        **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache),
+        **shape, CHUNK=CHUNK, ALIGN=_alignment(k, v, k_cache, v_cache), ENTRIES=widths[1],
         **attention_options(shape, split, q.element_size()),
     )  # fmt: skip
     if split:
         merge_chunks_kernel[(T, Hq)](
-            tops, totals, partials, cu_q_lens, kv_lens, sink, T, B, chunks, capacity, window, out,
-            TREE=tree is not None, D=D, D_PADDED=shape["D_PADDED"], CHUNK=CHUNK, num_warps=1, enable_fp_fusion=False,
+            tops, totals, partials, cu_q_lens, kv_lens, sink, *trees, T, B, chunks, capacity, window, widths[0], out,
+            TREE=tree is not None, D=D, D_PADDED=shape["D_PADDED"], CHUNK=CHUNK, ENTRIES=widths[1],
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -295,6 +341,20 @@ def chunks_of(length: int) -> int:
     while chunk_start.fn(count, CHUNK) < length:
         count += 1
     return count
+
+
+def _check_trees(
+    tree_base: torch.Tensor | None, ancestors: torch.Tensor, tree_mask: torch.Tensor, T: int, B: int
+) -> None:
+    """Raise ValueError for trees of other shapes or dtypes than the kernel reads."""
+    if tree_base is None or tree_base.dtype != torch.int32 or tree_base.shape != (B,):
+        raise ValueError(f"spec_attention: tree_base must be int32 [{B}] where there are ancestors")
+    if ancestors.dtype != torch.int32 or ancestors.ndim != 2 or ancestors.shape[0] != T:
+        raise ValueError(
+            f"spec_attention: ancestors are {ancestors.dtype} {tuple(ancestors.shape)}; want int32 [{T}, D]"
+        )
+    if tree_mask.numel():
+        raise ValueError("spec_attention has tree_mask and ancestors; give one of them")
 
 
 def _alignment(*tensors: torch.Tensor) -> int:

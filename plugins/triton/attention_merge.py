@@ -30,6 +30,14 @@ def last_begun(cu_q_lens, B, place, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, 
 
 
 @triton.jit
+def tree_of(tree_base, ancestors, request, row, entries, ENTRIES: tl.constexpr):
+    """(first row of the sequence that belongs to the request's tree, number of entries of a row's path; 0 = causal)."""
+    i = tl.arange(0, ENTRIES)
+    path = tl.load(ancestors + row.to(tl.int64) * entries + i, mask=i < entries, other=-1)
+    return tl.load(tree_base + request), tl.sum((path >= 0).to(tl.int32))
+
+
+@triton.jit
 def merge(top, total, sums, next_top, next_total, next_sums):
     """Merge two chunks in order of position: highest scores [M], sums of weights [M] and of weighted values [M, D]."""
     higher = tl.maximum(top, next_top)
@@ -50,7 +58,7 @@ def finish(top, total, sums, sinks, head):
     return sums / total[:, None] + 0.0  # zeros lose their sign, which a zero added for unseen keys may change
 
 
-@triton.jit(do_not_specialize=["T", "B", "chunks", "capacity"])
+@triton.jit(do_not_specialize=["T", "B", "chunks", "capacity", "entries"])
 def merge_chunks_kernel(
     tops,  # [T, Hq, chunks] fp32
     totals,  # the same
@@ -58,16 +66,20 @@ def merge_chunks_kernel(
     cu_q_lens,  # [B+1] int32
     kv_lens,  # [B] int32
     sinks,  # [Hq], or None
+    tree_base,  # [B] int32, or None without trees
+    ancestors,  # [T, entries] int32, or None
     T,
     B,
     chunks,
     capacity,  # number of keys that the chunks cover
     window,
+    entries,  # None without trees
     out,  # [T, Hq, D]
     TREE: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """Merge the chunks of one row and query head in order, in one program.
 
@@ -80,6 +92,9 @@ def merge_chunks_kernel(
         return
     length = tl.load(kv_lens + request)
     position = length - tl.load(cu_q_lens + request + 1) + row
+    if ancestors is not None:
+        base, depth = tree_of(tree_base, ancestors, request, row, entries, ENTRIES)
+        position = tl.where(depth > 0, base + depth - 1, position)
     lowest = tl.where(window > 0, position - window, -1)
     end = tl.minimum(length if TREE else tl.minimum(position + 1, length), capacity)
     first = 0

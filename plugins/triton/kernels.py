@@ -28,9 +28,15 @@ def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def _attention(
-    dtype: str, head_dim: int, group: int, rows: int = ROWS, columns: int = 64, all_options: bool = False
+    dtype: str,
+    head_dim: int,
+    group: int,
+    rows: int = ROWS,
+    columns: int = 64,
+    all_options: bool = False,
+    entries: int = 0,
 ) -> object:
-    """Launch spec_attention_. all_options: with a tree, sinks, a window and a softcap."""
+    """Launch spec_attention_. all_options: with a tree mask, sinks, a window and a softcap. entries: of draft trees."""
     kind, heads = _DTYPES[dtype], 8
     fresh, cache = _of(kind, rows, heads, head_dim), _of(kind, BLOCKS, BLOCK_SIZE, heads, head_dim)
     metadata = (_of(_I32, REQUESTS + 1), _of(_I32, REQUESTS), _of(_I32, REQUESTS, columns))
@@ -38,7 +44,8 @@ def _attention(
     tree = _of(_I32, rows if all_options else 0, 1)
     sinks = _of(kind, heads * group if all_options else 0)
     settings = (head_dim**-0.5, 1024, 30.0) if all_options else (head_dim**-0.5,)
-    return attention.spec_attention_(queries, fresh, fresh, cache, cache, *metadata, tree, sinks, *settings)
+    trees = {"tree_base": _of(_I32, REQUESTS), "ancestors": _of(_I32, rows, entries)} if entries else {}
+    return attention.spec_attention_(queries, fresh, fresh, cache, cache, *metadata, tree, sinks, *settings, **trees)
 
 
 def _linear(dtype: str, layout: str, rows: int, inputs: int, outputs: int, float_out: bool = False) -> object:
@@ -104,6 +111,7 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "spec_attention-fp32-d128-g4": lambda: _attention("fp32", 128, 4),
     "spec_attention-bf16-d128-g4-prompt": lambda: _attention("bf16", 128, 4, rows=2048),
     "spec_attention-bf16-d128-g4-tree": lambda: _attention("bf16", 128, 4, columns=2048, all_options=True),
+    "spec_attention-bf16-d128-g4-paths": lambda: _attention("bf16", 128, 4, columns=2048, entries=5),
     "packed_linear-bf16": lambda: _linear("bf16", "plain", 4, 4096, 6144),
     "packed_linear-bf16-batch": lambda: _linear("bf16", "plain", ROWS, 4096, 6144),
     "packed_linear-bf16-prompt": lambda: _linear("bf16", "plain", 2048, 4096, 6144),

@@ -113,7 +113,7 @@ def place(batch: Batch, device: torch.device) -> Batch:
 def check_attention(batch: Batch, device: torch.device) -> None:
     """Check the output within ATTENTION_BOUND, with the reference's NaNs, and caches bit for bit, except scratch."""
     wanted, mine = place(batch, torch.device("cpu")), place(batch, device)
-    expected = attention._reference_(*wanted.tensors, wanted.scale, wanted.window, wanted.softcap)
+    expected = attention._reference_(*wanted.tensors, *wanted.settings)
     got, bound = mine.run().cpu(), ATTENTION_BOUND[batch.q.dtype]
     torch.testing.assert_close(got, expected, rtol=bound, atol=bound, equal_nan=True)
     assert same(mine.k_cache.cpu()[1:], wanted.k_cache[1:])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu.kernels import NO_IDS, Layer, complete, on, place, same
-from tests.unit.attention_cases import Model, Part, Sequences
+from tests.unit.attention_cases import Model, Part, Sequences, TreePart, chain_batch, tree_batch
 
 Form = Callable[[], object]
 """A function that makes a context in which kernels are launched in one form."""
@@ -63,6 +63,17 @@ def check_attention_rows(
                 (drafted,) = run(sequences, [Part(part.sequence, at + 1 - few, few)], device)
                 assert same(alone[0], wanted[index][row]), f"{model}: row {row} of part {index} alone"
                 assert same(drafted[-1], wanted[index][row]), f"{model}: row {row} of part {index} after 3 others"
+
+
+def check_tree_rows(model: Model, tree: TreePart, device: torch.device, forms: Sequence[Form]) -> None:
+    """Check that every node of a tree, next to a chain, has the bits of its path as a chain, in all forms."""
+    sequences = model.random_sequences(2, tree.part.end)
+    for form in forms:
+        with form():  # type: ignore[attr-defined]
+            out = place(tree_batch(sequences, [tree, Part(1, 5, 3)]), device).run().cpu()
+            for node in range(-1, len(tree.parents)):
+                alone = place(chain_batch(sequences, tree, node), device).run().cpu()
+                assert same(out[1 + node], alone[0]), f"{model}: node {node}"
 
 
 def check_linear_rows(layer: Layer, x: Tensor, counts: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ from tests.contract import batches
 from tests.gpu import kernels
 from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import ATTENTION_MODELS, GROUPS, LAYOUTS, OPS, Layer, random_rows
-from tests.unit.attention_cases import Batch, Model, Part
+from tests.unit.attention_cases import LONGEST, Batch, Model, Part, TreePart, tree_batch, tree_parts
 
 pytestmark = pytest.mark.gpu
 
@@ -34,6 +34,7 @@ def test_the_kernel_that_serves_is_ours(op: str) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
+chains = st.builds(Part, st.integers(0, 2), st.integers(0, 270), st.integers(1, 40))
 all_models = pytest.mark.parametrize("model", ATTENTION_MODELS, ids=range(len(ATTENTION_MODELS)))
 
 
@@ -49,6 +50,13 @@ def test_attention_is_the_reference_s(model: Model, parts: list[Part], seed: int
 @given(parts=kernels.ragged(), seed=st.integers(0, 2**31))
 def test_attention_of_trees_is_the_reference_s(model: Model, parts: list[Part], seed: int) -> None:
     kernels.check_attention(model.random_sequences(3, 300, seed).batch(parts, kernels.trees(parts, seed)), CUDA)
+
+
+@all_models
+@few
+@given(parts=st.lists(tree_parts(30) | chains, min_size=1, max_size=4), seed=st.integers(0, 2**31))
+def test_attention_of_draft_trees_is_the_reference_s(model: Model, parts: list[Part | TreePart], seed: int) -> None:
+    kernels.check_attention(tree_batch(model.random_sequences(3, LONGEST, seed), parts), CUDA)
 
 
 @few

@@ -7,8 +7,8 @@ import torch
 
 from tests.gpu.gpu import CUDA
 from tests.gpu.kernels import LAYOUTS, Layer
-from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows
-from tests.unit.attention_cases import Model, Part
+from tests.gpu.rows import ATTENTION_FORMS, check_attention_rows, check_linear_rows, check_logits_rows, check_tree_rows
+from tests.unit.attention_cases import Model, Part, TreePart
 from trtspec.ops import rms_norm, rms_norm_inline, rotate_heads, rotate_heads_inline, silu_mul, silu_mul_inline
 
 pytestmark = pytest.mark.gpu
@@ -61,6 +61,14 @@ def test_rows_of_attention(name: str) -> None:
     parts = [Part(0, 700, 4), Part(1, 0, 300), Part(2, 2900, 1), Part(0, 255, 40)]
     picked = [(0, 0), (0, 3), (1, 0), (1, 1), (1, 17), (1, 255), (1, 256), (1, 299), (2, 0), (3, 0), (3, 1), (3, 39)]
     check_attention_rows(MODELS[name], parts, picked, CUDA, ATTENTION_FORMS)
+
+
+@pytest.mark.memcheck
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("start", [0, 250, 2000])
+def test_nodes_of_draft_trees(name: str, start: int) -> None:
+    tree = TreePart(0, start, (-1, -1, 0, 1, 1, 3, 5, 5, 2))
+    check_tree_rows(MODELS[name], tree, CUDA, ATTENTION_FORMS)
 
 
 @pytest.mark.parametrize(("vocab", "rows"), [(1000, 40), (128256, 9)])

@@ -22,7 +22,7 @@ from tests.gpu import engines, faults, kernels, rows
 from tests.gpu.engines import DEMO, WIDE, on_gpu
 from tests.gpu.gpu import WHY_NOT
 from tests.gpu.kernels import ATTENTION_MODELS, LAYOUTS, Layer, random_rows
-from tests.unit.attention_cases import Batch, Model, Part
+from tests.unit.attention_cases import Batch, Model, Part, TreePart
 from trtspec import LLM
 from trtspec.errors import DeviceError
 from trtspec.ops import load_plugins
@@ -89,6 +89,10 @@ def test_linears(layout: str, dtype: torch.dtype) -> None:
 def test_rows_of_attention(model: Model) -> None:
     parts = [Part(0, 70, 4), Part(1, 0, 30), Part(2, 100, 1)]
     rows.check_attention_rows(model, parts, [(0, 0), (0, 3), (1, 1), (1, 29), (2, 0)], CPU, rows.ANY_FORM)
+
+
+def test_nodes_of_draft_trees() -> None:
+    rows.check_tree_rows(ATTENTION_MODELS[1], TreePart(0, 60, (-1, -1, 0, 1, 1, 3)), CPU, rows.ANY_FORM)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -205,9 +205,14 @@ def tree_batch(sequences: Sequences, parts: Sequence[Part | TreePart], poison: f
 
 def chain_of(sequences: Sequences, part: TreePart, node: int) -> Tensor:
     """Output [Hq, D] of a node where the path to it is the end of a sequence, run as plain decoding would."""
+    return chain_batch(sequences, part, node).run()[0]
+
+
+def chain_batch(sequences: Sequences, part: TreePart, node: int) -> Batch:
+    """Arguments of a call with a node as the only row, where the path to it is the end of a sequence."""
     tokens = [*range(part.start + 1), *(part.start + 1 + one for one in part.path(node))]
     q, k, v = (x[part.sequence, tokens][None] for x in (sequences.q, sequences.k, sequences.v))
-    return Sequences(sequences.model, q, k, v, sequences.sinks).attend([Part(0, len(tokens) - 1, 1)])[0][0]
+    return Sequences(sequences.model, q, k, v, sequences.sinks).batch([Part(0, len(tokens) - 1, 1)])
 
 
 @st.composite
