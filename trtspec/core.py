@@ -236,7 +236,6 @@ class SpecMetadata:
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
     is_uniform: bool = False  # every request has K drafts and K + 1 rows, and graphs may rely on it
     is_cuda_graph: bool = False
-    draft_parents: Tensor | None = None  # [G, K] int64, the parent of each draft in its tree, -1 = root; None = chains
     is_spec_dec_tree: bool = False
     is_spec_dec_dynamic_tree: bool = False
 

@@ -82,7 +82,7 @@ def test_acceptance_walks_from_node_to_node(tree: DraftTree, data: st.DataObject
     verdict = accept_path(
         torch.tensor(sampled),
         torch.tensor(drafts),
-        torch.tensor([tree.parents] * B),
+        torch.tensor(tree.parents),
         torch.tensor(counts, dtype=torch.int32),
         torch.tensor(forced, dtype=torch.int32),
         torch.tensor(emits),
@@ -91,7 +91,7 @@ def test_acceptance_walks_from_node_to_node(tree: DraftTree, data: st.DataObject
     assert verdict.path is not None
     for b in range(B):
         rows = walk(tree, drafts[b], counts[b], sampled[b], forced[b]) if emits[b] else []
-        padding = [-1] * (tree.depth + 1 - len(rows))
+        padding = [-1] * (N + 1 - len(rows))
         assert verdict.path[b].tolist() == [*rows, *padding]
         assert verdict.tokens[b].tolist() == [*[sampled[b][row] for row in rows], *padding]
         assert verdict.num_tokens[b] == len(rows)
@@ -106,7 +106,7 @@ def test_a_chain_is_accepted_as_spec_accept_does(K: int, seed: int) -> None:
     lens = torch.randint(0, K + 1, (B,), generator=g).int()
     forced = torch.randint(-2, K + 2, (B,), generator=g).clamp(min=-1).int()
     emits = torch.rand(B, generator=g) < 0.8
-    parents = torch.tensor(DraftTree(chain(K)).parents).repeat(B, 1)
+    parents = torch.tensor(DraftTree(chain(K)).parents)
     verdict = accept_path(sampled, drafts, parents, lens, forced, emits, K)
     tokens, num_tokens = spec_accept(sampled, drafts, lens, forced, emits)
     assert torch.equal(verdict.tokens, tokens)

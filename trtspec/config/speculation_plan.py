@@ -148,7 +148,7 @@ def scheduled_draft_len(
 
 
 def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
-    """Every draft length that a batch of some size can get: K, those of the schedules, and 0 if a gate can close."""
+    """Every number of drafts that some batch can get: the most, those of the schedules, and 0 if a gate can close."""
     K = spec_plan.num_speculative_tokens
     lengths = {K}
     lengths |= {length for _, length in spec_plan.draft_len_schedule or ()}
@@ -157,4 +157,4 @@ def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
         lengths |= {1, 3}
     if spec_plan.disable_by_batch_size is not None or spec_plan.max_concurrency is not None or len(lengths) > 1:
         lengths.add(0)
-    return {length for length in lengths if length <= K}
+    return {spec_plan.num_drafts_within(length) for length in lengths if length <= K}

@@ -37,8 +37,6 @@ class _Layout:
     spec: SpecMetadata  # without draft_tokens, next_prompt_token and sampling.positions, which each frame has
     owners: np.ndarray  # [R] request of each logits row
     back: np.ndarray  # [R] position of the token it draws, relative to its request's kv_len: <= 0
-    tree_back: np.ndarray | None  # [B] first row of the draft tree, relative to the kv_len; None = chains
-    ancestors: torch.Tensor | None  # [T, depth] int32
     draft_rows: np.ndarray  # [G, K] packed row of each draft; past the draft_len, the last one again
     frames: list[_Frame] = field(default_factory=list)  # at most two; the second is that of the last step
 
@@ -64,15 +62,8 @@ class _Frame:
         self.next_prompt_token = np.full(B, -1, dtype=np.int64)
         self.tables = np.empty((B, 0), dtype=np.int32)
         tensor = torch.from_numpy
-        self.tree_base = None if layout.tree_back is None else np.empty(B, dtype=np.int32)
-        attn = AttnMetadata(
-            layout.cu_q_lens,
-            tensor(self.kv_lens),
-            tensor(self.tables),
-            _NO_TREE,
-            tree_base=None if self.tree_base is None else tensor(self.tree_base),
-            ancestors=layout.ancestors,
-        )
+        width = spec.runtime_draft_len + 1 if spec.is_uniform else 0
+        attn = AttnMetadata(layout.cu_q_lens, tensor(self.kv_lens), tensor(self.tables), _NO_TREE, width=width)
         spec = replace(
             spec,
             draft_tokens=tensor(self.draft_tokens),
@@ -111,8 +102,6 @@ class _Frame:
         self.kv_lens[:] = ends
         self.input_ids.take(self.layout.draft_rows, out=self.draft_tokens)
         np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
-        if self.tree_base is not None and self.layout.tree_back is not None:
-            np.add(self.kv_lens, self.layout.tree_back, out=self.tree_base)
         return self._changed()
 
     def repeat(self, ids: list[int], ends: list[int]) -> StepInputs:
@@ -174,7 +163,8 @@ class InputBuilder:
 
     forced_accept: number of drafts that count as accepted whatever they are, -1 = off. graph_draft_lens: the K of the
     compiled graphs, ascending; the K of a step is rounded up to one of them. Empty: any K runs. tree: the shape of the
-    drafts, whose nodes are counted where chains count K; None = chains.
+    drafts, whose nodes are counted where chains count K; None = chains. The inputs are those of a chain, as the step
+    itself places the nodes (methods.tree).
     """
 
     def __init__(
@@ -253,9 +243,6 @@ class InputBuilder:
         owners = np.repeat(np.arange(B), draft_lens + 1)
         back = np.arange(len(owners)) - np.cumsum(draft_lens + 1)[owners] + 1
         gather_ids = cu_q_lens[owners + 1] - 1 + back
-        tree = self.tree if K else None
-        if tree is not None:
-            back = np.array([0, *tree.depths])[back + draft_lens[owners]] - draft_lens[owners]
         forced = np.where(np.arange(B) < C, -1, self.forced_accept).astype(np.int32)
         spec = SpecMetadata(
             spec_dec_mode=self.mode,
@@ -269,21 +256,12 @@ class InputBuilder:
             forced_accept=torch.from_numpy(forced),
             sampling=SamplingTensors.of([row.request.sampling for row in batch], back, owners),
             next_draft_len=next_draft_len,
-            is_spec_dec_tree=tree is not None,
-            draft_parents=None if tree is None else torch.tensor(tree.parents[:K]).repeat(B - C, 1),
+            is_uniform=bool(C == 0 and (draft_lens == K).all()),
+            is_spec_dec_tree=self.tree is not None,
         )
         missing = np.minimum(np.arange(1, K + 1) - draft_lens[C:, None], 0)
         draft_rows = cu_q_lens[C + 1 :, None] - 1 + missing
-        tree_back = None if tree is None else -draft_lens
-        entries = None if tree is None else _ancestors(batch, tree)
-        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, tree_back, entries, draft_rows)
-
-
-def _ancestors(batch: Batch, tree: DraftTree) -> torch.Tensor:
-    """ops.spec_attention's ancestors of each row, [T, depth] int32."""
-    nodes = [[*path, *[-1] * (tree.depth - len(path))] for path in map(tree.path, range(-1, len(tree.paths)))]
-    rows = [nodes[: row.num_rows] if not row.is_context else nodes[:1] * row.num_rows for row in batch]
-    return torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int32)
+        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
 
 
 _KEPT = 8  # layouts; one request has K + 1 of them

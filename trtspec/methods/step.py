@@ -14,6 +14,7 @@ from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, St
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
 from trtspec.methods.draw import draw
+from trtspec.methods.tree import TreeTables
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
@@ -203,6 +204,11 @@ class OneEngineStep(DecodeStep):
         self.worker = worker
 
     @property
+    def tree(self) -> TreeTables | None:
+        """The tree of the worker's drafts; None = a chain."""
+        return self.worker.tree
+
+    @property
     def reads_target_kv(self) -> bool:
         """Whether the worker's head reads the target's KV."""
         return self.worker.head.reads_target_kv
@@ -214,13 +220,17 @@ class OneEngineStep(DecodeStep):
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Verify the drafts in `inputs` and make inputs.spec.next_draft_len new ones for every request."""
+        if self.tree is not None:
+            inputs = self.tree.placed(inputs)
         attend = self.attend(inputs.attn, kv)
         hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
-        if outputs.verdict is not None and outputs.verdict.path is not None:
+        if self.tree is not None and outputs.verdict is not None and outputs.verdict.path is not None:
+            depth = self.tree.depth_within(inputs.spec.runtime_draft_len)
             for layer in range(len(self.decoder.spec.kv_layers)):
-                attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, outputs.verdict.path)
+                path = outputs.verdict.path[:, : depth + 1]
+                attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, path)
         return replace(outputs, logits=logits)
 
     @property

@@ -6,15 +6,78 @@ draft layers read them in order, and their KV is never moved.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from trtspec.config.tree import DraftTree
 from trtspec.core import AttnMetadata, SamplingTensors, StepInputs, Verdict
+
+
+class TreeTables(nn.Module):
+    """A draft tree as tensors of a step, and the places of its nodes in a batch.
+
+    paths: [N+1, depth] int32, the nodes from the root's child to each row's own, -1 past it; row 0 is the root's, which
+    has none. depths: [N+1] int64, of each row. parents: [N] int64, -1 = the root. inner_<d>: [n, depth] int32, paths
+    of the n nodes of depth d that have children, in places among all nodes that have children.
+    """
+
+    paths: Tensor
+    depths: Tensor
+    parents: Tensor
+
+    def __init__(self, tree: DraftTree) -> None:
+        super().__init__()
+        self.tree = tree
+
+        def padded(paths: Sequence[Sequence[int]]) -> Tensor:
+            return torch.tensor([[*path, *[-1] * (tree.depth - len(path))] for path in paths], dtype=torch.int32)
+
+        place = {node: i for i, node in enumerate(tree.inner)}  # of its KV row in draft passes
+        tables = {
+            "paths": padded([tree.path(node) for node in range(-1, len(tree.paths))]),
+            "depths": torch.tensor([0, *tree.depths]),
+            "parents": torch.tensor(tree.parents),
+        }
+        for depth in range(1, tree.depth):
+            nodes = [node for node in tree.inner if tree.depths[node] == depth]
+            tables[f"inner_{depth}"] = padded([[place[one] for one in tree.path(node)] for node in nodes])
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
+
+    def inner(self, depth: int) -> Tensor:
+        """Paths of the nodes of this depth that have children; see the class."""
+        return cast("Tensor", getattr(self, f"inner_{depth}"))
+
+    def depth_within(self, count: int) -> int:
+        """Depth of the deepest of the first `count` nodes."""
+        return self.tree.depths[count - 1] if count else 0
+
+    def placed(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with the nodes of a tree where they have the drafts of a chain, K of them."""
+        attn, spec = inputs.attn, inputs.spec
+        K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
+        if K == 0:
+            return inputs
+        behind = self.depths[: K + 1] - torch.arange(K + 1, device=self.depths.device)  # [K+1] a chain's positions
+        if spec.is_uniform:
+            ancestors = self.paths[: K + 1].repeat(attn.batch_size, 1)
+            shift = behind.repeat(attn.batch_size)
+        else:
+            request = attn.requests(T)  # [T]
+            node = torch.arange(T, device=request.device) - attn.cu_q_lens.long()[request]  # [T] row of its request
+            ancestors = torch.where((request >= spec.num_contexts)[:, None], self.paths[node.clamp(max=K)], -1)
+            ends = (spec.draft_lens + 1).cumsum(0)  # [B]
+            owners = spec.row_owners()  # [R]
+            column = torch.arange(len(owners), device=owners.device) - (ends - spec.draft_lens - 1)[owners]
+            shift = behind[column.clamp(max=K)]
+        sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
+        attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
+        return replace(inputs, attn=attn, spec=replace(spec, sampling=sampling))
 
 
 def accept_path(
@@ -30,13 +93,13 @@ def accept_path(
 
     Of equal siblings the first one counts. A chain gets the tokens of ops.spec_accept.
 
-    sampled: [B, N+1] int64, the target's draw at each row: the last token, then the nodes. draft_tokens, parents:
-    [B, N] int64, the nodes, parents first; -1 = child of the last token. draft_lens: [B] int32, number of real nodes.
-    forced_accept: [B] int32, -1 = off, else that many first children count as agreed. emits: [B] bool, False gives 0
-    tokens. depth: K, of the deepest node.
+    sampled: [B, K+1] int64, the target's draw at each row: the last token, then the K nodes, parents first.
+    draft_tokens: [B, K] int64, the nodes. parents: [K] int64, -1 = child of the last token. draft_lens: [B] int32,
+    number of real nodes. forced_accept: [B] int32, -1 = off, else that many first children count as agreed. emits: [B]
+    bool, False gives 0 tokens. depth: of the deepest node.
     """
-    node = torch.arange(draft_tokens.shape[1], device=sampled.device)
-    offered = node < draft_lens[:, None]  # [B, N]
+    K = draft_tokens.shape[1]
+    offered = torch.arange(K, device=sampled.device) < draft_lens[:, None]  # [B, K]
     row = sampled.new_zeros(sampled.shape[0])  # [B]
     alive, path = emits, [torch.where(emits, row, -1)]
     for step in range(depth):
@@ -46,7 +109,7 @@ def accept_path(
         alive = alive & taken.any(1)
         row = torch.where(alive, taken.int().argmax(1) + 1, row)
         path.append(torch.where(alive, row, -1))
-    rows = torch.stack(path, 1)  # [B, K+1]
+    rows = F.pad(torch.stack(path, 1), (0, K - depth), value=-1)  # [B, K+1]
     tokens = torch.where(rows >= 0, sampled.gather(1, rows.clamp(min=0)), -1)
     return Verdict(tokens, (rows >= 0).sum(1), rows)
 
@@ -54,39 +117,45 @@ def accept_path(
 def in_line(inputs: StepInputs, captured: Tensor, path: Tensor) -> tuple[StepInputs, Tensor]:
     """Return the step as if it had verified the accepted paths as chains, and the states [T', n * Ht] of its rows.
 
-    Every generation gets K + 1 rows. Those past its path are junk, like rows of rejected drafts. captured: [T, n * Ht].
-    path: [B, K+1] int64, see Verdict.
+    Rows past a path are junk, like rows of rejected drafts. In a uniform batch every request keeps as many rows as the
+    longest path could have; else every request keeps all of its rows, as their number is not known on the host.
+
+    captured: [T, n * Ht]. path: [B, L] int64, see Verdict; L - 1 is the depth of the tree.
     """
     attn, spec = inputs.attn, inputs.spec
-    C, G, K = spec.num_contexts, spec.num_generations, path.shape[1] - 1
-    kept = path[C:].clamp(min=0)  # [G, K+1]
-    starts = attn.cu_q_lens.long()
-    contexts = torch.arange(int(starts[C]), device=path.device)
-    rows = torch.cat((contexts, (starts[C:-1, None] + kept).flatten()))  # [T']
-    logits_rows = spec.logits_rows()
-    draws = torch.cat((logits_rows[:C, 0], logits_rows[C:].gather(1, kept).flatten()))  # [R']
-    generation = torch.arange(C + G, device=path.device) >= C
-    seq_lens = torch.where(generation, K + 1, spec.seq_lens)
-    lines = replace(
-        attn,
-        cu_q_lens=F.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0)),
-        kv_lens=torch.where(generation, attn.kv_lens - spec.seq_lens + K + 1, attn.kv_lens),
-        width=0,
-        tree_base=None,
-        ancestors=None,
-    )
-    spec = replace(
-        spec,
-        seq_lens=seq_lens,
-        gather_ids=spec.gather_ids[draws],
-        draft_tokens=spec.draft_tokens.new_zeros(G, K),
-        draft_lens=torch.where(generation, K, 0).int(),
-        sampling=spec.sampling.select(draws),
-        constraints=None,
-        is_uniform=False,
-        draft_parents=None,
-    )
+    K, L = spec.runtime_draft_len, path.shape[1]
+    kept = path.clamp(min=0)  # [B, L]
+    lines = replace(attn, tree_base=None, ancestors=None)
+    if spec.is_uniform:
+        first = torch.arange(attn.batch_size, device=path.device)[:, None] * (K + 1)
+        draws = rows = (first + kept).flatten()  # [B * L]
+        seq_lens = torch.full_like(spec.seq_lens, L)
+        starts = torch.arange(attn.batch_size + 1, dtype=torch.int32, device=path.device) * L
+        lines = replace(lines, cu_q_lens=starts, kv_lens=attn.kv_lens - (K + 1 - L), width=L)
+        spec = replace(
+            spec,
+            seq_lens=seq_lens,
+            gather_ids=torch.arange(len(rows), device=path.device),
+            draft_tokens=spec.draft_tokens.new_zeros(attn.batch_size, L - 1),
+            draft_lens=torch.full_like(spec.draft_lens, L - 1),
+        )
+    else:
+        rows = _in_line(attn.cu_q_lens.long()[:-1], attn.requests(inputs.input_ids.shape[0]), kept, spec.num_contexts)
+        owners = spec.row_owners()  # [R]
+        draws = _in_line((spec.draft_lens + 1).cumsum(0) - spec.draft_lens - 1, owners, kept, spec.num_contexts)
+    spec = replace(spec, sampling=spec.sampling.select(draws), constraints=None)
     return StepInputs(inputs.input_ids[rows], lines, spec), captured[rows]
+
+
+def _in_line(starts: Tensor, owners: Tensor, kept: Tensor, num_contexts: int) -> Tensor:
+    """Rows in which the accepted path of each generation comes first, [T] int64; others stay where they are.
+
+    starts: [B], first row of each request. owners: [T], request of each row. kept: [B, L], rows of the paths.
+    """
+    place = torch.arange(len(owners), device=owners.device)
+    column = place - starts[owners]
+    moved = starts[owners] + kept[owners, column.clamp(max=kept.shape[1] - 1)]
+    return torch.where((owners >= num_contexts) & (column < kept.shape[1]), moved, place)
 
 
 @dataclass(frozen=True)
@@ -106,7 +175,7 @@ Children = Callable[[int, Tensor, SamplingTensors, int], Tensor]
 
 
 def draft_tree(
-    tree: DraftTree,
+    tables: TreeTables,
     hidden: Tensor,
     attn: AttnMetadata,
     sampling: SamplingTensors,
@@ -120,8 +189,7 @@ def draft_tree(
     depth are the same guesses. Else nodes that have children write one KV row each, from the kept length on, in the
     order of the tree.
     """
-    B, device = attn.batch_size, attn.kv_lens.device
-    place = {node: i for i, node in enumerate(tree.inner)}  # of its KV row, counted from the kept length
+    B, device, tree = attn.batch_size, attn.kv_lens.device, tables.tree
     drafts: dict[int, Tensor] = {}  # node -> [B]
     outputs = {-1: hidden}  # node -> [B, H]
     ends = 0
@@ -132,7 +200,6 @@ def draft_tree(
             parents, outputs = parents[:1], {parents[0]: hidden}
         elif depth > 1:
             ends += len(parents)
-            entries = torch.tensor([[place[one] for one in tree.path(node)] for node in parents], dtype=torch.int32)
             rows = replace(
                 attn,
                 cu_q_lens=torch.arange(B + 1, dtype=torch.int32, device=device) * len(parents),
@@ -140,7 +207,7 @@ def draft_tree(
                 tree_mask=attn.tree_mask.new_empty(0),
                 width=len(parents),
                 tree_base=attn.kv_lens,
-                ancestors=entries.to(device).repeat(B, 1),
+                ancestors=tables.inner(depth - 1).repeat(B, 1),
             )
             level = Level(
                 torch.stack([drafts[node] for node in parents], 1).flatten(),

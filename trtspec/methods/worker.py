@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -31,7 +30,7 @@ from trtspec.errors import ConfigError
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.draw import draw, draw_children, draw_drafts
 from trtspec.methods.head import DraftHead
-from trtspec.methods.tree import Level, accept_path, draft_tree, in_line
+from trtspec.methods.tree import Level, TreeTables, accept_path, draft_tree, in_line
 from trtspec.models.attention import PagedAttend
 from trtspec.ops import spec_accept
 
@@ -65,7 +64,7 @@ class SpecWorker(nn.Module):
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
-        self.tree = tree
+        self.tree = None if tree is None else TreeTables(tree)
         children = 0 if tree is None else 1 + max(path[-1] for path in tree.paths)
         if children > len(ids):
             raise ConfigError(
@@ -145,7 +144,9 @@ class SpecWorker(nn.Module):
         verdict = self.sample_and_accept_draft_tokens(sampled, spec)
         accepted, counts = verdict.tokens, verdict.num_tokens
         if verdict.path is not None:
-            inputs, captured = in_line(inputs, captured, verdict.path)
+            assert self.tree is not None
+            path = verdict.path[:, : self.tree.depth_within(spec.runtime_draft_len) + 1]
+            inputs, captured = in_line(inputs, captured, path)
             spec, attend = inputs.spec, attend.at(inputs.attn)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to rewind
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
@@ -305,10 +306,10 @@ class SpecWorker(nn.Module):
             self.apply_force_accepted_tokens(spec),
         )
         emits = spec.next_prompt_token < 0
-        if spec.draft_parents is not None:
-            assert self.tree is not None
-            parents = F.pad(spec.draft_parents, (0, 0, spec.num_contexts, 0))
-            return accept_path(own, drafts, parents, spec.draft_lens, forced, emits, self.tree.depth)
+        K = spec.runtime_draft_len
+        if self.tree is not None and K:
+            parents, depth = self.tree.parents[:K], self.tree.depth_within(K)
+            return accept_path(own, drafts, parents, spec.draft_lens, forced, emits, depth)
         return Verdict(*spec_accept(own, drafts, spec.draft_lens, forced, emits=emits))
 
     def apply_force_accepted_tokens(self, spec: SpecMetadata) -> Tensor:
