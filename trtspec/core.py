@@ -344,7 +344,7 @@ class Verdict:
 
     tokens: Tensor  # [B, K+1] int64, -1 past num_tokens
     num_tokens: Tensor  # [B] int64: 0 for a context chunk that is not the last, else 1..K+1
-    path: Tensor | None = None  # [B, K+1] int64, row of the request that drew each token, -1 past them; None = in order
+    path: Tensor | None = None  # [B, K+1] int64, row of the request that drew each token, -1 past them; None: no tree
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.async_stand_in import HostQueue
 from tests.e2e.conformance import CASES, LIMITS, make_models
 from tests.e2e.head_cases import step_of
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, run_alone, run_together, with_constraints
@@ -19,6 +20,7 @@ from trtspec import LLM, SamplingParams
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.core import SamplingTensors
+from trtspec.engine.overlap import OverlapLoop
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.worker import SpecWorker
@@ -116,6 +118,43 @@ def test_drafts_of_the_layers_themselves_change_nothing(mode: str, batch: int, m
         assert run.outcomes == plain
         assert run.speculation.num_accepted_tokens > 0
         assert_all_blocks_free(llm)
+
+
+# --- other backends ---------------------------------------------------------------------------------------------------
+
+
+def check_drafts_change_nothing(llm: LLM, plain: list[Outcome]) -> None:
+    run = run_together(llm.engine, CASES)
+    assert run.outcomes == plain
+    assert run.speculation.num_accepted_tokens > len(CASES), "untrained heads are right now and then"
+    assert {draft_len for _, draft_len in run.speculation.outcomes} >= {0, 3, 6, 10}, "limits cut whole depths"
+    assert llm.engine.loop.scheduler.num_preemptions > 0
+    assert run.num_mixed_steps > 0
+    assert_all_blocks_free(llm)
+
+
+@pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "mode", ["eagle3", *(pytest.param(one, marks=pytest.mark.long) for one in ("eagle", "medusa"))]
+)
+def test_tokens_on_a_gpu(mode: str, waits: bool, models: Path, plain: list[Outcome], work: HostQueue) -> None:
+    """On the stand-in for a GPU, with CUDA graphs: steps are launched before the path of the last one is known."""
+    settings = {**SIZES, "backend": "cuda", "debug": True, "disable_overlap_scheduler": waits}
+    with LLM(models / "target", speculative_config=speculation(mode, models), **settings) as llm:
+        assert isinstance(llm.engine.loop, OverlapLoop) != waits
+        check_drafts_change_nothing(llm, plain)
+        assert work.num_replayed > 10
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(one, marks=() if one == "medusa" else pytest.mark.long) for one in MODES]
+)
+def test_tokens_of_a_compiled_engine(mode: str, models: Path, plain: list[Outcome], tmp_path: Path) -> None:
+    limits = {name: size for name, size in SIZES.items() if name != "num_kv_blocks"}
+    config = EngineConfig(backend="aoti", dtype="float32", **limits)
+    build_engine(models / "target", tmp_path / "engine", read_speculative_config(speculation(mode, models)), config)
+    with LLM(tmp_path / "engine", num_kv_blocks=SIZES["num_kv_blocks"]) as llm:
+        check_drafts_change_nothing(llm, plain)
 
 
 def test_constraints_follow_the_branches(models: Path) -> None:
@@ -230,10 +269,12 @@ def test_what_is_not_built_is_refused(wishes: dict[str, Any], error: type[Except
         LLM(models / "target", speculative_config={**speculation("eagle3", models), **wishes}, **SIZES)
 
 
-@pytest.mark.parametrize("backend", ["aoti", "onnx"])
+@pytest.mark.parametrize("backend", ["onnx"])
 def test_other_backends_refuse_branches(backend: str, models: Path, tmp_path: Path) -> None:
     wishes = read_speculative_config(speculation("eagle3", models))
-    with pytest.raises(UnsupportedError, match=f"branches on backend {backend} is not built yet; use backend eager"):
+    with pytest.raises(
+        UnsupportedError, match=f"branches on backend {backend} is not built yet; use backend eager, cuda, aoti"
+    ):
         build_engine(models / "target", tmp_path, wishes, EngineConfig(backend=backend, dtype="float32", **SIZES))
 
 

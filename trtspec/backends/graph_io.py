@@ -34,7 +34,7 @@ layers are in several groups. "verifies": of steps that verify drafts. "constrai
 constraints. "layers": graphs of layers alone. "linear": graphs with linear caches (tensorrt/native.py).
 """
 
-Giver = Literal["draws", "verifies", "makes", "hidden states", "constraints"]
+Giver = Literal["draws", "verifies", "trees", "makes", "hidden states", "constraints"]
 """The graphs that have an output: they draw, verify drafts, make drafts, return hidden states or take constraints."""
 
 User = Literal["", "sampled", "filtered", "bans", "constraints"]
@@ -152,6 +152,7 @@ OUTPUTS = {
         GraphOutput("tokens", "tokens", ("R",), _i64, "draws"),
         GraphOutput("new_tokens", "verdict.tokens", ("B", "K + 1"), _i64, "verifies"),
         GraphOutput("num_tokens", "verdict.num_tokens", ("B",), _i64, "verifies"),
+        GraphOutput("path", "verdict.path", ("B", "K + 1"), _i64, "trees"),
         GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", extra_columns=0),
         GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
         GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", extra_columns=1),
@@ -189,6 +190,7 @@ def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
     gives: dict[Giver, bool] = {
         "draws": step.draws,
         "verifies": step.verifies_drafts,
+        "trees": step.tree is not None,
         "makes": step.makes_drafts,
         "hidden states": step.gives_hidden_states,
         "constraints": constraints,

@@ -77,6 +77,11 @@ class Step(nn.Module, ABC):
         """Elements per row of the widest tensors that contain all rows, by name."""
 
     @property
+    def tree(self) -> TreeTables | None:
+        """The tree of the drafts that the step verifies and makes; None = a chain, or no drafts."""
+        return None
+
+    @property
     def hidden_width(self) -> int:
         """Elements of StepInputs.hidden_states per row; 0 = the step takes none."""
         return 0
@@ -226,10 +231,10 @@ class OneEngineStep(DecodeStep):
         hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
-        if self.tree is not None and outputs.verdict is not None and outputs.verdict.path is not None:
-            depth = self.tree.depth_within(inputs.spec.runtime_draft_len)
+        depth = 0 if self.tree is None else self.tree.depth_within(inputs.spec.runtime_draft_len)
+        if outputs.verdict is not None and outputs.verdict.path is not None and depth:
+            path = outputs.verdict.path[:, : depth + 1]
             for layer in range(len(self.decoder.spec.kv_layers)):
-                path = outputs.verdict.path[:, : depth + 1]
                 attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, path)
         return replace(outputs, logits=logits)
 

@@ -73,7 +73,7 @@ class TreeTables(nn.Module):
             ancestors = torch.where((request >= spec.num_contexts)[:, None], self.paths[node.clamp(max=K)], -1)
             ends = (spec.draft_lens + 1).cumsum(0)  # [B]
             owners = spec.row_owners()  # [R]
-            column = torch.arange(len(owners), device=owners.device) - (ends - spec.draft_lens - 1)[owners]
+            column = torch.arange(owners.shape[0], device=owners.device) - (ends - spec.draft_lens - 1)[owners]
             shift = behind[column.clamp(max=K)]
         sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
         attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
@@ -135,7 +135,7 @@ def in_line(inputs: StepInputs, captured: Tensor, path: Tensor) -> tuple[StepInp
         spec = replace(
             spec,
             seq_lens=seq_lens,
-            gather_ids=torch.arange(len(rows), device=path.device),
+            gather_ids=torch.arange(rows.shape[0], device=path.device),
             draft_tokens=spec.draft_tokens.new_zeros(attn.batch_size, L - 1),
             draft_lens=torch.full_like(spec.draft_lens, L - 1),
         )
@@ -152,7 +152,7 @@ def _in_line(starts: Tensor, owners: Tensor, kept: Tensor, num_contexts: int) ->
 
     starts: [B], first row of each request. owners: [T], request of each row. kept: [B, L], rows of the paths.
     """
-    place = torch.arange(len(owners), device=owners.device)
+    place = torch.arange(owners.shape[0], device=owners.device)
     column = place - starts[owners]
     moved = starts[owners] + kept[owners, column.clamp(max=kept.shape[1] - 1)]
     return torch.where((owners >= num_contexts) & (column < kept.shape[1]), moved, place)

@@ -143,10 +143,9 @@ class SpecWorker(nn.Module):
         sampled = self.sample_tokens_for_batch(logits, spec)
         verdict = self.sample_and_accept_draft_tokens(sampled, spec)
         accepted, counts = verdict.tokens, verdict.num_tokens
-        if verdict.path is not None:
-            assert self.tree is not None
-            path = verdict.path[:, : self.tree.depth_within(spec.runtime_draft_len) + 1]
-            inputs, captured = in_line(inputs, captured, path)
+        depth = 0 if self.tree is None else self.tree.depth_within(spec.runtime_draft_len)
+        if verdict.path is not None and depth:
+            inputs, captured = in_line(inputs, captured, verdict.path[:, : depth + 1])
             spec, attend = inputs.spec, attend.at(inputs.attn)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to rewind
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
@@ -306,8 +305,8 @@ class SpecWorker(nn.Module):
             self.apply_force_accepted_tokens(spec),
         )
         emits = spec.next_prompt_token < 0
-        K = spec.runtime_draft_len
-        if self.tree is not None and K:
+        if self.tree is not None:
+            K = spec.runtime_draft_len
             parents, depth = self.tree.parents[:K], self.tree.depth_within(K)
             return accept_path(own, drafts, parents, spec.draft_lens, forced, emits, depth)
         return Verdict(*spec_accept(own, drafts, spec.draft_lens, forced, emits=emits))
