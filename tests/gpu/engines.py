@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, assert_speculation_changes_nothing, build
+from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, assert_speculation_changes_nothing, build, wishes
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
 from trtspec import LLM, SamplingParams
@@ -36,6 +36,8 @@ NEAR_TIES = {
     "bfloat16 quantised": 32.0,
 }
 """Bounds of a difference, in the unit of the module's docstring."""
+
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
 
 PROMPTS = (
     "def read_config(filename):\n",
@@ -180,6 +182,20 @@ def check_engine_folders(models: Path, output: Path, dtype: str) -> None:
     check_words_are_eager_s(models / "target", CASES, plain, NEAR_TIES[dtype], dtype=dtype)
     with LLM(build(models, output / "eagle3", "cuda", "eagle3", dtype), **TIGHT) as llm:
         assert_speculation_changes_nothing(llm, plain, "eagle3")
+
+
+def check_trees_change_nothing(models: Path, mode: str, **options: Any) -> None:
+    """Check 60 mixed requests with draft trees of 10 nodes, in a cache that is too small for them."""
+    plain = alone(models / "target", CASES, **options)
+    wanted = {**wishes(mode, models, False), "speculative_token_tree": TREE}
+    del wanted["num_speculative_tokens"]
+    sizes = {**LIMITS, "max_num_tokens": 8 * 11, "num_kv_blocks": 33}
+    with on_gpu(models / "target", wanted, **sizes, **options) as llm:
+        run = run_together(llm.engine, CASES)
+        assert_all_blocks_free(llm)
+        assert llm.engine.stats.preemptions > 0
+    assert run.outcomes == plain
+    assert run.speculation.num_accepted_tokens > len(CASES)
 
 
 def check_chunks_change_nothing(folder: Path, speculation: dict[str, Any] | None, **options: Any) -> None:

@@ -47,5 +47,11 @@ def test_saved_states_are_eager_s(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["eagle3", "eagle"])
+def test_draft_trees(models: Path, mode: str, dtype: str) -> None:
+    engines.check_trees_change_nothing(models, mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_folders(models: Path, tmp_path: Path, dtype: str) -> None:
     engines.check_engine_folders(models, tmp_path, dtype)

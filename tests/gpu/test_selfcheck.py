@@ -136,6 +136,11 @@ def test_quantised_engines(models: Path, work: HostQueue, quantization: str) -> 
 
 
 @pytest.mark.long
+def test_draft_trees(models: Path, work: HostQueue) -> None:
+    engines.check_trees_change_nothing(models, "eagle3")
+
+
+@pytest.mark.long
 def test_engine_folders(models: Path, work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trtspec.backends.cuda.aoti.open_gpu", lambda: work.device)
     engines.check_engine_folders(models, tmp_path, "float32")
