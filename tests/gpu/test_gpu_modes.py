@@ -12,7 +12,9 @@ from tests.contract.modes import RECIPES, Models, check
 from tests.gpu import engines
 from tests.gpu.engines import WIDE
 from trtspec import LLM, SamplingParams
+from trtspec.backends.cuda import aoti
 from trtspec.backends.table import BACKENDS
+from trtspec.errors import UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode as M
 
 pytestmark = pytest.mark.gpu
@@ -54,4 +56,8 @@ def test_draft_trees(models: Path, mode: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_engine_folders(models: Path, tmp_path: Path, dtype: str) -> None:
+    try:
+        aoti.require()
+    except UnsupportedError as error:
+        pytest.skip(str(error))
     engines.check_engine_folders(models, tmp_path, dtype)

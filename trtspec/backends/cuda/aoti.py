@@ -1,6 +1,7 @@
 """Engine folders for a GPU: AOTInductor compiles the same step with fused elementwise work, run as CUDA graphs.
 
-Tests compile and run these graphs only for the CPU. The tests do not show that a step compiles for a GPU.
+Tests compile and run these graphs for the CPU. On an H100 a step compiled with torch 2.11, but torch crashed when it
+loaded the graph. No GPU has tried a newer torch.
 """
 
 from __future__ import annotations
@@ -21,12 +22,21 @@ from trtspec.backends.cuda.device import open_gpu
 from trtspec.backends.cuda.executable import CudaExecutable
 from trtspec.backends.export import example_for, example_kv, export_step, moved
 from trtspec.backends.graph_io import input_names
+from trtspec.errors import UnsupportedError
 from trtspec.methods.step import Step
+
+FIRST_TORCH = (2, 12)
+"""Versions before it end the process with a segmentation fault when they load a graph. Later ones were not tried."""
 
 
 def require() -> None:
-    """Raise DependencyError or UnsupportedError if there is no GPU to compile for."""
+    """Raise DependencyError or UnsupportedError if there is no GPU to compile for, or torch crashes there."""
     open_gpu()
+    if tuple(map(int, torch.__version__.split(".")[:2])) < FIRST_TORCH:
+        raise UnsupportedError(
+            f"torch {torch.__version__} crashes when it loads a graph that was compiled for a GPU; install torch 2.12 "
+            "or newer, or run the checkpoint itself, without an engine folder"
+        )
 
 
 def compile_step(
