@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo check test test-long test-docker test-kernels test-triton gpu-packages test-gpu memcheck-gpu contract \
+.PHONY: demo check test test-long test-docker test-kernels test-triton gpu-packages test-gpu memcheck-gpu contract contract-trees \
     contract-tensorrt contract-tensorrt-rtx contract-triton-versions contract-flashinfer contract-smollm2 \
     contract-speculators smollm2 mutation soak wheel test-wheel bench bench-gpu lint docs test-docs format clean
 
@@ -93,6 +93,10 @@ memcheck-gpu: $(GPU_READY)
 # One thread, because the models are so small that two would mostly wait for each other.
 contract: .venv/.dev .venv/.plugins
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.contract.run_modes $(ARGS)
+
+# Every mode that drafts trees, on eager and aoti, and on a GPU where there is one. A stopped run is resumed.
+contract-trees: .venv/.dev .venv/.plugins
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.contract.run_trees $(ARGS)
 
 # The plugins against TensorRT's own Python bindings, in a venv under build/. It needs no GPU, and no TensorRT in .venv.
 contract-tensorrt: .venv/.dev

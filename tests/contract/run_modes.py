@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "contract-modes")
     asked = parser.parse_args()
     index, number = (int(part) for part in asked.shard.split("/"))
-    results = asked.results / _sources()
+    results = asked.results / sources("contract/modes.py")
     results.mkdir(parents=True, exist_ok=True)
     wanted = list(itertools.product(asked.backends, RECIPES, asked.k))
     with tempfile.TemporaryDirectory() as scratch:
@@ -61,8 +61,8 @@ def _checked(models: Models, mode: M, K: int, backend: str) -> Cell:
         return Cell(mode.name, K, backend, f"{type(error).__name__}: {error}")
 
 
-def _sources() -> str:
-    """Digest of all files that a result depends on."""
+def sources(*more: str) -> str:
+    """Digest of all files that a result depends on. more: those among tests/ that not all results depend on."""
     package = [
         file for file in (ROOT / "trtspec").rglob("*.py") if file.relative_to(ROOT).parts[1] not in ("cli", "train")
     ]
@@ -74,7 +74,7 @@ def _sources() -> str:
             "head_checkpoints.py",
             "dspark_checkpoints.py",
             "e2e/tiny.py",
-            "contract/modes.py",
+            *more,
         )
     ]
     digest = hashlib.sha256()

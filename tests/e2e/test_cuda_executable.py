@@ -36,7 +36,6 @@ from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
 from trtspec.engine.overlap import OverlapLoop
-from trtspec.errors import UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.models.layers import Linear
 
@@ -288,15 +287,6 @@ def test_graphs_without_drafts_verify_those_of_the_host(
 
 
 @pytest.mark.long
-def test_a_torch_that_crashes_is_refused(
-    models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_aoti, "open_gpu", lambda: work.device)
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    with pytest.raises(UnsupportedError, match=r"torch 2\.11\.0\+cu130 crashes when it loads"):
-        build_engine(models["target"], tmp_path / "engine", None, EngineConfig(backend="cuda"))
-
-
 @pytest.mark.parametrize("mode", ["eagle3", "eagle3_two_engine", "draft_model"])
 def test_an_engine_folder(
     models: dict[str, Path], work: HostQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str

@@ -49,18 +49,21 @@ class OneDevice(TorchDispatchMode):
 def fake_step(folder: Path, mode: str) -> Step:
     target = make_checkpoint(folder, "llama")
     speculation = None
-    if mode == "eagle3":
+    if mode != "none":
         head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
-        speculation = read_speculative_config({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+        shape = (
+            {"num_speculative_tokens": 3} if mode == "eagle3" else {"speculative_token_tree": "[(0,), (1,), (0, 0)]"}
+        )
+        speculation = read_speculative_config({"method": "eagle3", "model": str(head), **shape})
     return build_step(plan_context(target, speculation, EngineConfig(backend="cuda"), BACKENDS["cuda"]))
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("mode", ["none", "eagle3"])
+@pytest.mark.parametrize("mode", ["none", "eagle3", "a tree"])
 def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> None:
     """Tensors that a step makes itself are on the device of its inputs: here the meta device, without memory."""
     step = fake_step(tmp_path, mode)
-    K = 3 if mode == "eagle3" else 0
+    K = 0 if mode == "none" else 3
     module = GraphStep(step, K, K + 1 if uniform else 0)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     example = example_batch(K, 16, uniform)
@@ -209,3 +212,11 @@ def test_errors_of_the_device(raised: Exception, error: type[Exception], says: s
     with pytest.raises(error, match=says) as caught, device.device_errors():
         raise raised
     assert type(caught.value) is error
+
+
+def test_a_torch_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aoti, "open_gpu", lambda: torch.device("cpu"))
+    aoti.require()
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(UnsupportedError, match=r"torch 2\.11\.0\+cu130 crashes when it loads a graph"):
+        aoti.require()

@@ -20,6 +20,7 @@ from trtspec.backends.graph_io import (
     step_inputs,
     step_outputs,
 )
+from trtspec.config.tree import DraftTree
 from trtspec.core import (
     AttnMetadata,
     LogitConstraints,
@@ -32,6 +33,7 @@ from trtspec.core import (
 )
 from trtspec.methods.draft_model.translated import TranslatedStep
 from trtspec.methods.step import CaptureStep, DecodeStep, HeadStep, OneEngineStep, Step
+from trtspec.methods.tree import TreeTables
 
 K, B, WIDTH = 3, 4, 8
 PARTS = {
@@ -156,6 +158,11 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     assert input_names(step, constraints=True) == (*input_names(step), *constraints)
     known = {*FIRST[3:], *VERIFIED[:3], "positions"}
     assert input_names(step, uniform=True) == tuple(name for name in input_names(step) if name not in known)
+    if kind is OneEngineStep:
+        step.worker = torch.nn.Module()
+        step.worker.tree = TreeTables(DraftTree(((0,), (1,))))
+        assert output_names(step) == (*GIVEN[kind][:3], "path", *GIVEN[kind][3:])
+        step.worker.tree = None
     assert output_names(step) == GIVEN[kind]
     assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
 

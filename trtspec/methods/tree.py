@@ -118,7 +118,7 @@ def in_line(inputs: StepInputs, captured: Tensor, path: Tensor) -> tuple[StepInp
     """Return the step as if it had verified the accepted paths as chains, and the states [T', n * Ht] of its rows.
 
     Rows past a path are junk, like rows of rejected drafts. In a uniform batch every request keeps as many rows as the
-    longest path could have; else every request keeps all of its rows, as their number is not known on the host.
+    longest path could have. Else it keeps all of its rows, so that their number need not be known on the host.
 
     captured: [T, n * Ht]. path: [B, L] int64, see Verdict; L - 1 is the depth of the tree.
     """

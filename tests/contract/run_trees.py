@@ -1,0 +1,83 @@
+"""`make contract-trees`: 200 requests with draft trees in every mode that drafts them, and a table of the results.
+
+On eager and on a GPU, each mode runs in fp32 and bf16, at batch 1 and 8. Engines of aoti take long to build. So there
+each mode runs in one combination, and every pair of dtype and batch occurs. Finished cells are kept, as in
+run_modes.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from tests.contract.run_modes import ROOT, sources
+from tests.contract.trees import BATCHES, DTYPES, MODES, TreeCell, Trees
+from trtspec.train.checkpoint import write_atomically
+
+TABLE = Path(__file__).with_name("trees.md")
+BACKENDS = ("eager", "aoti", *(("cuda",) if torch.cuda.is_available() else ()))
+REQUESTS = 200
+
+
+def main() -> int:
+    """Run the cells -> exit status, 0 if all of them hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--backends", nargs="+", default=BACKENDS, choices=BACKENDS)
+    parser.add_argument("--results", type=Path, default=ROOT / "build" / "contract-trees")
+    asked = parser.parse_args()
+    results = asked.results / sources("contract/modes.py", "contract/trees.py")
+    results.mkdir(parents=True, exist_ok=True)
+    pairs = list(itertools.product(DTYPES, BATCHES))
+    wanted = [
+        (backend, mode, *pair)
+        for backend in asked.backends
+        for i, mode in enumerate(MODES)
+        for pair in (pairs if backend != "aoti" else [pairs[i % len(pairs)]])
+    ]
+    with tempfile.TemporaryDirectory() as scratch:
+        trees = Trees(Path(scratch), REQUESTS)
+        for backend, mode, dtype, batch in wanted:
+            file = results / f"{backend}-{mode.name}-{dtype}-{batch}.json"
+            if file.exists():
+                continue
+            try:
+                cell = trees.check(mode, backend, dtype, batch)
+            except Exception as error:
+                cell = TreeCell(mode.name, backend, dtype, batch, f"{type(error).__name__}: {error}")
+            write_atomically(file, json.dumps(asdict(cell)).encode())
+            print(f"{backend:6} {mode.name:24} {dtype} {batch}  {cell.verdict}  {list(cell.acceptance)}", flush=True)
+    cells = [TreeCell(**json.loads(file.read_text())) for file in sorted(results.glob("*.json"))]
+    TABLE.write_text(table(cells))
+    bad = [cell for cell in cells if cell.verdict != "holds"]
+    print(f"{len(cells)} cells are done, {len(bad)} broken: {TABLE.relative_to(ROOT)}")
+    return 1 if bad else 0
+
+
+def table(cells: list[TreeCell]) -> str:
+    """Return Markdown: a row for each cell."""
+    lines = [
+        "# Draft trees against the laws",
+        "",
+        "Written by `make contract-trees`. A tree of 10 nodes and depth 3. Of each cell the share of drafts that are",
+        f"accepted at each depth, wherever the tokens of {REQUESTS} requests (greedy and seeded, packed, preempted at",
+        "batch 8, cut by stops) are those of plain decoding; else what is not.",
+        "",
+        "| mode | backend | dtype | batch | accepted by depth |",
+        "|---|---|---|---|---|",
+    ]
+    for cell in sorted(cells, key=lambda cell: (cell.mode, cell.backend, cell.dtype, cell.batch)):
+        shares = ", ".join(f"{share:.2f}" for share in cell.acceptance)
+        said = shares if cell.verdict == "holds" else f"**{cell.verdict}**"
+        lines.append(f"| `{cell.mode}` | {cell.backend} | {cell.dtype} | {cell.batch} | {said} |")
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The contract of draft trees: ids are plain decoding's, nothing is lost. modes.py has that of chains."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from tests.contract.modes import RECIPES, Models
+from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone, run_together
+from trtspec import LLM
+from trtspec.build.build import build_engine
+from trtspec.config.engine import EngineConfig
+from trtspec.interop.reading import read_speculative_config
+from trtspec.modes import SpeculativeDecodingMode as M
+
+MODES = [mode for mode in RECIPES if mode.drafts_trees()]
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
+DEPTH, NODES = 3, 10
+DTYPES, BATCHES = ("float32", "bfloat16"), (1, 8)
+LIMITS: dict[str, Any] = {"max_num_tokens": 8 * (NODES + 1), "block_size": 4}
+TIGHT, ROOMY = {"num_kv_blocks": 29}, {"num_kv_blocks": 64}
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeCell:
+    """The result of a cell. verdict: "holds", or what is wrong."""
+
+    mode: str
+    backend: str
+    dtype: str
+    batch: int
+    verdict: str
+    acceptance: tuple[float, ...] = ()
+    preemptions: int = 0
+
+
+class Trees:
+    """Engines with draft trees and without, and the outputs without them.
+
+    count: number of requests, of which some are greedy and the others hot.
+    """
+
+    def __init__(self, root: Path, count: int) -> None:
+        self.models = Models(root)
+        self.cases = [
+            Case(c.prompt, dataclasses.replace(c.params, temperature=4.0 if c.params.temperature else 0.0))
+            for c in draw_cases(count, seed=3)
+        ]
+        self.plain = functools.cache(self._plain)
+        self.folder = functools.cache(self._folder)
+
+    def _folder(self, mode: M, target: str, dtype: str) -> Path:
+        output = self.models.root / f"tree {target} {mode.name} {dtype}".replace(" ", "-")
+        wanted = None if mode is M.NONE else read_speculative_config(self._speculation(mode))
+        config = EngineConfig(backend="aoti", dtype=dtype, max_batch_size=max(BATCHES), **LIMITS)
+        build_engine(self.models.folder(target), output, wanted, config)
+        return output
+
+    def _speculation(self, mode: M) -> dict[str, Any]:
+        return {**RECIPES[mode].speculation(self.models, DEPTH), "speculative_token_tree": TREE}
+
+    def _open(self, mode: M, target: str, backend: str, dtype: str, batch: int, **options: Any) -> LLM:
+        if backend == "aoti":
+            return LLM(self.folder(mode, target, dtype), max_batch_size=batch, **options)
+        speculation = None if mode is M.NONE else self._speculation(mode)
+        options |= {"backend": backend, "dtype": dtype, "max_batch_size": batch, **LIMITS}
+        return LLM(self.models.folder(target), speculation, **options)
+
+    def _plain(self, target: str, backend: str, dtype: str) -> list[Outcome]:
+        with self._open(M.NONE, target, backend, dtype, max(BATCHES), **ROOMY) as llm:
+            return run_alone(llm.engine, self.cases)
+
+    def check(self, mode: M, backend: str, dtype: str, batch: int) -> TreeCell:
+        """Check one cell. A batch of several runs in a cache that is too small for it."""
+        target = RECIPES[mode].target
+        with self._open(mode, target, backend, dtype, batch, **(TIGHT if batch > 1 else ROOMY)) as llm:
+            run = run_together(llm.engine, self.cases)
+            shares = run.speculation.acceptance_per_position
+            wrong = []
+            pairs = zip(run.outcomes, self.plain(target, backend, dtype), strict=True)
+            if differing := [i for i, (one, other) in enumerate(pairs) if one != other]:
+                wrong.append(f"{len(differing)} outputs differ, the first is that of request {differing[0]}")
+            if len(shares) != DEPTH or not all(0 < share < 1 for share in shares):
+                wrong.append(f"acceptance {list(shares)}: not right now and then, and wrong, at each of {DEPTH} depths")
+            if batch > 1 and not llm.engine.stats.preemptions:
+                wrong.append("nobody was preempted")
+            try:
+                assert_all_blocks_free(llm)
+            except AssertionError as error:
+                wrong.append(f"blocks are lost: {error}")
+            rounded = tuple(round(share, 3) for share in shares)
+            verdict = "; ".join(wrong) or "holds"
+            return TreeCell(mode.name, backend, dtype, batch, verdict, rounded, llm.engine.stats.preemptions)
