@@ -133,6 +133,19 @@ def test_tokens_on_a_gpu(mode: str, waits: bool, models: Path, plain: list[Outco
         assert work.num_replayed > 10
 
 
+def test_a_sequence_of_full_length_on_a_gpu(models: Path, work: HostQueue) -> None:
+    """Block tables are wide enough for branches past the length limit."""
+    sizes = {"max_batch_size": 2, "max_seq_len": 64, "block_size": 1, "max_num_tokens": 64}
+    cases = [Case([3 + i % 9 for i in range(20)], SamplingParams(temperature=0.0, max_tokens=44, ignore_eos=True))]
+    with LLM(models / "target", **sizes) as llm:
+        plain = run_alone(llm.engine, cases)
+    wanted = speculation("eagle3", models)
+    with LLM(models / "target", speculative_config=wanted, backend="cuda", debug=True, **sizes) as llm:
+        assert llm.engine.executables[0].inner._limits.max_columns >= 64 + NODES  # type: ignore[attr-defined]
+        run = run_together(llm.engine, cases)
+    assert run.outcomes == plain
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param(one, marks=() if one == "medusa" else pytest.mark.long) for one in MODES]
 )

@@ -12,6 +12,7 @@ from trtspec.methods.ngram.options import NGramOptions
 from trtspec.modes import SpeculativeDecodingMode
 
 OTHER: dict[str, Any] = {
+    "speculative_token_tree": ((0,),),
     "mode": SpeculativeDecodingMode.EAGLE,
     "num_speculative_tokens": 5,
     "chooses_draft_len": True,
@@ -42,7 +43,6 @@ AT_RUN_TIME: dict[str, Any] = {
     "enforce_eager": True,
     "disable_logprobs": True,
     "draft_tensor_parallel_size": 2,
-    "speculative_token_tree": ((0,),),  # a chain of K; no other is built
     "max_batch_size": 3,
     "max_num_tokens": 99,
 }

@@ -15,7 +15,8 @@ LOGITS_DEPTH = 64
 class Sizes:
     """The largest values of the dynamic sizes of a step's graphs.
 
-    rows: T. draft_len: K, also for a target that verifies the drafts of a drafter outside its graph.
+    rows: T. draft_len: K, or the nodes of a tree, also for a target that verifies the drafts of a drafter outside its
+    graph.
     """
 
     batch_size: int

@@ -187,7 +187,7 @@ def with_linear_cache(context: BuildContext) -> BuildContext:
 
 def largest_sizes(context: BuildContext, role: str, options: TensorRTOptions | None) -> Sizes:
     """Sizes of the largest launch. A draft with launches of its own draws one token for each request."""
-    draft_len = context.max_draft_len if role == "target" else 0
+    draft_len = context.max_total_draft_tokens if role == "target" else 0
     blocks = wanted_kv_blocks(context) or full_kv_blocks(context)
     linear = options is not None and options.native
     return replace(Sizes.of(context.config, context.max_seq_len, draft_len, blocks), linear=linear)

@@ -175,6 +175,7 @@ def in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
     return {
         "mode": spec_plan.mode.name,
         "draft_lens": sorted(scheduled_draft_lens(spec_plan)),
+        "tree": None if spec_plan.tree is None else spec_plan.tree.paths,
         "quantization": spec_plan.quantization,
         "capture_layers": spec_plan.capture_layers,
         "mask_token_id": spec_plan.mask_token_id,

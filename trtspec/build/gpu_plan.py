@@ -52,7 +52,7 @@ def plan_gpu_blocks(context: BuildContext, free: int) -> int:
 def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
     """Bytes of everything but the KV cache, by purpose, from the headers of the weight files."""
     described, config = build_steps(context.described()), context.config
-    K = context.max_draft_len
+    K = context.max_total_draft_tokens
     # (K, rows of a request in a graph): a draft model draws one token
     shapes: dict[Role, tuple[int, int]] = {"target": (K, K + 1), "draft": (0, CHAIN_ROWS)}
     launch: Any = importlib.import_module("trtspec_plugins.triton.launch")  # does not need Triton
@@ -118,7 +118,7 @@ def _fitting(context: BuildContext, free: int, per_block: int) -> Iterator[str]:
 
 
 def _least_rows(context: BuildContext) -> int:
-    return context.config.max_batch_size * (context.max_draft_len + 1)
+    return context.config.max_batch_size * (context.max_total_draft_tokens + 1)
 
 
 def _halves(value: int, least: int) -> list[int]:

@@ -108,7 +108,7 @@ class ModelLoader:
         return LoadedModel(timed, _draft_lens(compiled), takes_constraints, step, timed_chain)
 
     def _limits(self, context: BuildContext) -> LaunchLimits:
-        sizes = Sizes.of(context.config, context.max_seq_len, context.max_draft_len, self.num_blocks)
+        sizes = Sizes.of(context.config, context.max_seq_len, context.max_total_draft_tokens, self.num_blocks)
         return LaunchLimits(sizes.batch_size, sizes.columns)
 
 
