@@ -4,7 +4,7 @@ The values are frozen views of tensors. The letters of their shapes:
 - B: requests of the batch, C contexts first, then G generations.
 - T: packed rows.
 - K: draft tokens of the step: those of its longest proposal, rounded up to a K that compiled graphs have. With draft
-  trees it is the number of nodes, in all but Verdict and ancestors: there it is the depth.
+  trees it is the number of nodes, in all but ancestors: there it is the depth.
 - R <= T: logits rows, one per context, and one per draft and one more per generation.
 - M: columns of the block tables.
 """

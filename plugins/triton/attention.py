@@ -311,7 +311,7 @@ def spec_attention_(
     trees = (None, None) if paths is None else (tree_base, paths)
     widths = (None, 1) if paths is None else (paths.shape[1], triton.next_power_of_2(paths.shape[1]))
     scratch_bytes = T * Hq * chunks * (D + 2) * 4
-    full = triton.cdiv(T * group, block_m) * Hkv
+    full = (triton.cdiv(T * group, block_m) if paths is None else pieces) * Hkv
     split = chunks > 1 and full < SPLIT_BELOW and scratch_bytes <= MOST_SCRATCH
     tops = totals = partials = None
     if split:

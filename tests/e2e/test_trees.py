@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ import torch
 from torch import Tensor
 
 from tests.async_stand_in import HostQueue
-from tests.e2e.conformance import CASES, LIMITS, make_models
+from tests.e2e.conformance import CASES, LIMITS, assert_as_planned, make_models
 from tests.e2e.head_cases import step_of
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, run_alone, run_together, with_constraints
 from tests.head_checkpoints import make_medusa
 from trtspec import LLM, SamplingParams
+from trtspec.backends.aoti import cut
+from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine
+from trtspec.build.context import plan_context
+from trtspec.build.plan import plan_build
+from trtspec.build.steps import build_step
 from trtspec.config.engine import EngineConfig
 from trtspec.core import SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
@@ -146,13 +152,43 @@ def test_a_sequence_of_full_length_on_a_gpu(models: Path, work: HostQueue) -> No
     assert run.outcomes == plain
 
 
+def test_requests_limit_the_depth_on_a_gpu(models: Path, work: HostQueue) -> None:
+    """So do schedules; there are graphs for the number of nodes of each depth that is scheduled."""
+    wanted = {**speculation("eagle3", models), "draft_len_schedule": {2: 3, 8: 1}}
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with LLM(models / "target", **LIMITS) as llm:
+        plain = llm.generate([[3, 4, 5 + i] for i in range(5)], params)
+    with LLM(models / "target", speculative_config=wanted, backend="cuda", **SIZES) as llm:
+        assert isinstance(llm.engine.loop, OverlapLoop)
+        limited = replace(params, max_draft_len=2)
+        found = [*llm.generate([[3, 4, 5]], limited), *llm.generate([[3, 4, 5 + i] for i in range(5)], params)]
+        counts = {count for _, count in llm.engine.stats.speculation.outcomes}
+    assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in (plain[0], *plain)]
+    assert counts >= {3, 6}, "3 nodes of depth 1, 6 of depth 2"
+    assert 2 not in counts
+
+
+def test_a_decoder_with_a_tree_is_not_cut(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of layers know nothing of a tree's places and masks."""
+    monkeypatch.setattr(cut, "LEAST_LAYERS", 2)
+    blocks = []
+    for tree in ("[(0,), (0, 0), (0, 0, 0)]", TREE):
+        wanted = read_speculative_config(speculation("eagle3", models, tree))
+        config = EngineConfig(backend="aoti", dtype="float32")
+        blocks.append(cut.blocks_of(build_step(plan_context(models / "target", wanted, config, BACKENDS["aoti"]))))
+    assert blocks[0]
+    assert not blocks[1]
+
+
 @pytest.mark.parametrize(
     "mode", [pytest.param(one, marks=() if one == "medusa" else pytest.mark.long) for one in MODES]
 )
 def test_tokens_of_a_compiled_engine(mode: str, models: Path, plain: list[Outcome], tmp_path: Path) -> None:
     limits = {name: size for name, size in SIZES.items() if name != "num_kv_blocks"}
     config = EngineConfig(backend="aoti", dtype="float32", **limits)
-    build_engine(models / "target", tmp_path / "engine", read_speculative_config(speculation(mode, models)), config)
+    wanted = read_speculative_config(speculation(mode, models))
+    build_engine(models / "target", tmp_path / "engine", wanted, config)
+    assert_as_planned(plan_build(models / "target", wanted, config), tmp_path / "engine")
     with LLM(tmp_path / "engine", num_kv_blocks=SIZES["num_kv_blocks"]) as llm:
         check_drafts_change_nothing(llm, plain)
 

@@ -92,7 +92,7 @@ class OverlapLoop(IsolatedLoop):
         if request.kv.draft_kv_len < request.kv.committed:
             self.proposer.num_stale += 1
             return 0
-        return min(made, request.max_draft_len)
+        return min(made, self.proposer.num_drafts(request.max_draft_len))
 
     def complete(self, step: InFlightStep, outputs: StepOutputs) -> list[Emission]:
         """Commit a step's outputs to its requests."""

@@ -49,7 +49,7 @@ class Proposer:
         """Number of drafts that the launch of a batch makes for each request: K, or 0 if no request can use any."""
         drafting = [row.request for row in batch if row.emits and row.request.max_draft_len > 0]
         if self.chooser is None:
-            return self._num_drafts(self.draft_len(scheduler)) if drafting else 0
+            return self.num_drafts(self.draft_len(scheduler)) if drafting else 0
         chosen, self._chosen = self._chosen, None
         if chosen is None:
             chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
@@ -147,13 +147,13 @@ class Proposer:
                 reserved = len(request.kv.blocks) * block_size
                 here = self._in_context(length, K, scheduler)
                 end = request.length_limit - length - 1
-                here = self._num_drafts(max(min(here, request.max_draft_len, end), 0))
+                here = self.num_drafts(max(min(here, request.max_draft_len, end), 0))
                 lengths.append(min(here, reserved - length + 1))
             else:
                 lengths.append(0)
         return lengths
 
-    def _num_drafts(self, depth: int) -> int:
+    def num_drafts(self, depth: int) -> int:
         """Number of drafts that are at most `depth` tokens ahead."""
         return 0 if self.speculation is None else self.speculation.num_drafts_within(depth)
 

@@ -64,9 +64,9 @@ class SteadyBatch:
     def after(cls, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer) -> SteadyBatch | None:
         """A steady batch of the step that has just completed, if the next step has the same requests and shapes."""
         assert outputs.verdict is not None
-        if outputs.verdict.path is not None:
-            return None  # a tree: its positions are not sums
         K = batch[0].draft_len
+        if outputs.verdict.path is not None and K:
+            return None  # a tree: its drafts are not in the order of tokens
         same_shapes = outputs.verdict.tokens.shape[1] == K + 1 == _next_inputs(outputs).shape[1]
         all_run = len(batch) == len(scheduler.running) and not batch[0].is_context  # contexts come first
         if proposer.drafter is not None or not all_run or not same_shapes:

@@ -1,11 +1,12 @@
 """Draft trees inside a step: the path that the target agrees with, and the drafts of the next tree.
 
-After acceptance a step with trees goes on like one with chains: `in_line` selects the rows of the accepted paths. So
-draft layers read them in order, and their KV is never moved.
+After acceptance a step with trees goes on like one with chains: `in_line` puts the rows of the accepted paths in line.
+So draft layers read them in order, and their KV is never moved.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -30,24 +31,31 @@ class TreeTables(nn.Module):
     depths: Tensor
     parents: Tensor
 
-    def __init__(self, tree: DraftTree) -> None:
+    def __init__(self, tree: DraftTree, device: torch.device | None = None) -> None:
         super().__init__()
         self.tree = tree
 
         def padded(paths: Sequence[Sequence[int]]) -> Tensor:
-            return torch.tensor([[*path, *[-1] * (tree.depth - len(path))] for path in paths], dtype=torch.int32)
+            rows = [[*path, *[-1] * (tree.depth - len(path))] for path in paths]
+            return torch.tensor(rows, dtype=torch.int32, device=device)
 
         place = {node: i for i, node in enumerate(tree.inner)}  # of its KV row in draft passes
         tables = {
             "paths": padded([tree.path(node) for node in range(-1, len(tree.paths))]),
-            "depths": torch.tensor([0, *tree.depths]),
-            "parents": torch.tensor(tree.parents),
+            "depths": torch.tensor([0, *tree.depths], device=device),
+            "parents": torch.tensor(tree.parents, device=device),
         }
         for depth in range(1, tree.depth):
             nodes = [node for node in tree.inner if tree.depths[node] == depth]
             tables[f"inner_{depth}"] = padded([[place[one] for one in tree.path(node)] for node in nodes])
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
+
+    @property
+    def most_inner(self) -> int:
+        """Largest number of nodes of one depth that have children; the root is one."""
+        counts = Counter(self.tree.depths[node] for node in self.tree.inner)
+        return max([1, *counts.values()])
 
     def inner(self, depth: int) -> Tensor:
         """Paths of the nodes of this depth that have children; see the class."""
@@ -61,7 +69,7 @@ class TreeTables(nn.Module):
         """Return the inputs with the nodes of a tree where they have the drafts of a chain, K of them."""
         attn, spec = inputs.attn, inputs.spec
         K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
-        if K == 0:
+        if K == 0 or (not torch.compiler.is_compiling() and spec.num_generations == 0):  # a graph takes any number
             return inputs
         behind = self.depths[: K + 1] - torch.arange(K + 1, device=self.depths.device)  # [K+1] a chain's positions
         if spec.is_uniform:

@@ -64,7 +64,7 @@ class SpecWorker(nn.Module):
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
-        self.tree = None if tree is None else TreeTables(tree)
+        self.tree = None if tree is None else TreeTables(tree, ids.device)
         children = 0 if tree is None else 1 + max(path[-1] for path in tree.paths)
         if children > len(ids):
             raise ConfigError(
@@ -129,8 +129,8 @@ class SpecWorker(nn.Module):
 
     @property
     def draft_rows(self) -> int:
-        """Rows of draft logits that a pass makes for each request."""
-        return 1
+        """Rows of draft logits that a pass makes for each request: with a tree, those of its nodes with children."""
+        return 1 if self.tree is None else self.tree.most_inner
 
     # -- the step -----------------------------------------------------------------------------------------------------
 

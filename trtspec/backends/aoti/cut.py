@@ -33,9 +33,12 @@ _SIZES = range(2, 9)  # possible numbers of layers in a block; the last block ma
 def blocks_of(step: Step) -> tuple[Block, ...]:
     """Return the blocks into which a step's decoder is cut.
 
-    () if it is not cut: it has too few layers, or draft layers read the target's KV.
+    () if it is not cut: it has too few layers, draft layers read the target's KV, or drafts are a tree. A tree's nodes
+    have their places and masks in the layers, and their KV is moved after them.
     """
     if not isinstance(step, DecodeStep) or len(step.decoder.layers) < LEAST_LAYERS or step.reads_target_kv:
+        return ()
+    if step.tree is not None:
         return ()
     kinds = [_kind(step, layer) for layer in range(len(step.decoder.layers))]
     size = min(_SIZES, key=lambda size: _cost(kinds, size))

@@ -25,17 +25,21 @@ from trtspec.backends.graph_io import input_names
 from trtspec.errors import UnsupportedError
 from trtspec.methods.step import Step
 
-FIRST_TORCH = (2, 12)
-"""Versions before it end the process with a segmentation fault when they load a graph. Later ones were not tried."""
+FIRST_TORCH = (2, 13)
+"""The oldest version that may load a graph. 2.11 ends the process with a segmentation fault; 2.13 was not tried."""
 
 
 def require() -> None:
-    """Raise DependencyError or UnsupportedError if there is no GPU to compile for, or torch crashes there."""
+    """Raise DependencyError or UnsupportedError if there is no GPU to compile for, or torch may crash there."""
     open_gpu()
+    _check_torch()
+
+
+def _check_torch() -> None:
     if tuple(map(int, torch.__version__.split(".")[:2])) < FIRST_TORCH:
         raise UnsupportedError(
-            f"torch {torch.__version__} crashes when it loads a graph that was compiled for a GPU; install torch 2.12 "
-            "or newer, or run the checkpoint itself, without an engine folder"
+            f"torch {torch.__version__} may crash when it loads a graph that was compiled for a GPU, as 2.11 does; "
+            "install torch 2.13 or newer, or run the checkpoint itself, without an engine folder"
         )
 
 
@@ -73,6 +77,7 @@ class AotiOnCuda(CudaExecutable):
     """AOTInductor graphs that share one copy of the weights on the GPU."""
 
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
+        _check_torch()
         device = self._work.device
         constants = load_constants(folder)  # an EAGLE3 head may share a tensor with its target
         there = {id(tensor): tensor.to(device) for tensor in constants.values()}
