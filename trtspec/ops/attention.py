@@ -291,7 +291,7 @@ def spec_attention_(
     has position tree_base + i before the row's own. The last entry >= 0 is the row itself, and -1 follows. So the row's
     position is tree_base + its number of entries - 1, and it sees all rows before tree_base and its ancestors. A row
     without entries is causal. K and V of every row go to the row's own place. A node has the bits of the same token in
-    a chain. tree_mask must be zero-size then, else ValueError (RuntimeError in kernels).
+    a chain. tree_mask must be zero-size then, else ValueError (RuntimeError in the C++ kernels).
     """
     return cast(
         Tensor,
