@@ -61,6 +61,7 @@ def one_engine(
         unshifted=unshifted,
         spec_decoder=spec_decoder,
         shapes_graphs=True,
+        trees=not (vanilla or parallel),  # a pass of its own for each depth, by the same layers
     )
 
 
@@ -94,9 +95,9 @@ class SpeculativeDecodingMode(enum.IntEnum):
 
     MTP = 1, one_engine("mtp", vanilla=True)
     MTP_EAGLE = 2, two_engine_head("mtp")
-    MTP_EAGLE_ONE_MODEL = 3, replace(one_engine("mtp"), trees=True)
+    MTP_EAGLE_ONE_MODEL = 3, one_engine("mtp")
     EAGLE3 = 4, two_engine_head("eagle3")
-    EAGLE3_ONE_MODEL = 5, replace(one_engine("eagle3"), trees=True)
+    EAGLE3_ONE_MODEL = 5, one_engine("eagle3")
     NGRAM = 6, host("ngram", kv_rewind=True)
     # By default a whole model drafts next to the target, as in vLLM. A graph that holds both must be compiled again
     # whenever one of them changes.
@@ -107,10 +108,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
     AUTO = 11, ModeTraits("auto")  # another mode replaces it when speculation is planned
     SUFFIX = 12, host("suffix", kv_rewind=True)
     EAGLE = 13, two_engine_head("eagle")
-    EAGLE_ONE_MODEL = 14, replace(one_engine("eagle"), trees=True)
-    MEDUSA = 15, replace(one_engine("medusa", without_kv=True), trees=True)
-    MLP_SPECULATOR = 16, replace(one_engine("mlp_speculator", without_kv=True), trees=True)
-    DRAFT_TARGET_ONE_MODEL = 17, replace(one_engine("draft_model", unshifted=True, spec_decoder=False), trees=True)
+    EAGLE_ONE_MODEL = 14, one_engine("eagle")
+    MEDUSA = 15, one_engine("medusa", without_kv=True)
+    MLP_SPECULATOR = 16, one_engine("mlp_speculator", without_kv=True)
+    DRAFT_TARGET_ONE_MODEL = 17, one_engine("draft_model", unshifted=True, spec_decoder=False)
     PARD = 18, one_engine("draft_model", parallel=True, unshifted=True, spec_decoder=False)
     P_EAGLE = 19, one_engine("eagle3", parallel=True)
     DFLASH = 20, one_engine("dflash", parallel=True, in_blocks=True, unshifted=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.async_stand_in import HostQueue
+from tests.contract.trees import DEPTH, NODES, TREE
 from tests.e2e.conformance import CASES, LIMITS, assert_as_planned, make_models
 from tests.e2e.head_cases import step_of
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, run_alone, run_together, with_constraints
@@ -31,8 +32,6 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.worker import SpecWorker
 
-TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
-NODES, DEPTH = 10, 3
 MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": "head"},
     "eagle": {"method": "eagle", "model": "eagle"},

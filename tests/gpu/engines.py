@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from tests.contract.trees import NODES, TREE
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, assert_speculation_changes_nothing, build, wishes
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
@@ -36,8 +37,6 @@ NEAR_TIES = {
     "bfloat16 quantised": 32.0,
 }
 """Bounds of a difference, in the unit of the module's docstring."""
-
-TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
 
 PROMPTS = (
     "def read_config(filename):\n",
@@ -189,7 +188,7 @@ def check_trees_change_nothing(models: Path, mode: str, **options: Any) -> None:
     plain = alone(models / "target", CASES, **options)
     wanted = {**wishes(mode, models, False), "speculative_token_tree": TREE}
     del wanted["num_speculative_tokens"]
-    sizes = {**LIMITS, "max_num_tokens": 8 * 11, "num_kv_blocks": 33}
+    sizes = {**LIMITS, "max_num_tokens": 8 * (NODES + 1), "num_kv_blocks": 33}
     with on_gpu(models / "target", wanted, **sizes, **options) as llm:
         run = run_together(llm.engine, CASES)
         assert_all_blocks_free(llm)

@@ -71,7 +71,7 @@ class TreeTables(nn.Module):
         K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
         if K == 0 or (not torch.compiler.is_compiling() and spec.num_generations == 0):  # a graph takes any number
             return inputs
-        behind = self.depths[: K + 1] - torch.arange(K + 1, device=self.depths.device)  # [K+1] a chain's positions
+        behind = self.depths[: K + 1] - torch.arange(K + 1, device=self.depths.device)  # [K+1] depth less place
         if spec.is_uniform:
             ancestors = self.paths[: K + 1].repeat(attn.batch_size, 1)
             shift = behind.repeat(attn.batch_size)
