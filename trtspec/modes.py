@@ -36,7 +36,6 @@ class ModeTraits:
     spec_decoder: bool = False
     spec_drafter: bool = False
     shapes_graphs: bool = False  # what is compiled differs from plain decoding
-    trees: bool = False  # drafts may be a tree
 
 
 def one_engine(
@@ -61,7 +60,6 @@ def one_engine(
         unshifted=unshifted,
         spec_decoder=spec_decoder,
         shapes_graphs=True,
-        trees=not (vanilla or parallel),  # a pass of its own for each depth, by the same layers
     )
 
 
@@ -161,8 +159,9 @@ class SpeculativeDecodingMode(enum.IntEnum):
         return self.traits.in_blocks
 
     def drafts_trees(self) -> bool:
-        """Whether the drafts may be a tree."""
-        return self.traits.trees
+        """Whether the drafts may be a tree: a model makes them, in a pass for each depth, by the same layers."""
+        own_layers = self.traits.vanilla or self.traits.parallel  # each depth's, or one pass for all depths
+        return self.traits.draft_model or (self.traits.one_engine and not own_layers)
 
     def rows_ahead(self, max_draft_len: int) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""

@@ -115,6 +115,16 @@ def test_tokens_are_those_of_plain_decoding(mode: str, models: Path, plain: list
 # --- other backends ---------------------------------------------------------------------------------------------------
 
 
+def check_compiled(wishes: dict[str, Any], models: Path, plain: list[Outcome], folder: Path, blocks: int = 33) -> None:
+    limits = {name: size for name, size in SIZES.items() if name != "num_kv_blocks"}
+    config = EngineConfig(backend="aoti", dtype="float32", **limits)
+    wanted = read_speculative_config(wishes)
+    build_engine(models / "target", folder, wanted, config)
+    assert_as_planned(plan_build(models / "target", wanted, config), folder)
+    with LLM(folder, num_kv_blocks=blocks) as llm:
+        check_drafts_change_nothing(llm, plain)
+
+
 def check_drafts_change_nothing(llm: LLM, plain: list[Outcome]) -> None:
     run = run_together(llm.engine, CASES)
     assert run.outcomes == plain
@@ -123,6 +133,47 @@ def check_drafts_change_nothing(llm: LLM, plain: list[Outcome]) -> None:
     assert llm.engine.loop.scheduler.num_preemptions > 0
     assert run.num_mixed_steps > 0
     assert_all_blocks_free(llm)
+
+
+# --- draft layers next to the target ----------------------------------------------------------------------------------
+
+FEWER_BLOCKS = 29
+TWO_ENGINES = {
+    "eagle3": {"method": "eagle3", "model": "head", "one_engine": False},
+    "draft_model": {"method": "draft_model", "model": "draft"},
+}
+
+
+def two_engines(mode: str, models: Path) -> dict[str, Any]:
+    return {**TWO_ENGINES[mode], "model": str(models / TWO_ENGINES[mode]["model"]), "speculative_token_tree": TREE}
+
+
+@pytest.mark.parametrize("mode", TWO_ENGINES)
+def test_drafts_are_those_of_one_engine(mode: str, models: Path, plain: list[Outcome]) -> None:
+    """In a cache with room, both offer the same trees, and so accept the same paths in the same steps."""
+    sizes, steps = {**SIZES, "num_kv_blocks": 400}, []
+    for inside in (False, True):
+        wishes = {**two_engines(mode, models), "one_engine": inside}
+        with LLM(models / "target", speculative_config=wishes, **sizes) as llm:
+            assert len(llm.engine.executables) == 2 - inside
+            run = run_together(llm.engine, CASES)
+        assert run.outcomes == plain
+        steps.append([(e.tokens, sorted(e.drafts)) for step in run.steps for e in step if e.tokens])
+    assert steps[0] == steps[1]
+    assert any(len(tokens) > 2 for tokens, _ in steps[0])
+
+
+@pytest.mark.parametrize("mode", TWO_ENGINES)
+def test_two_engines_on_a_gpu(mode: str, models: Path, plain: list[Outcome], work: HostQueue) -> None:
+    settings = {**SIZES, "num_kv_blocks": FEWER_BLOCKS, "backend": "cuda", "debug": True}
+    with LLM(models / "target", speculative_config=two_engines(mode, models), **settings) as llm:
+        check_drafts_change_nothing(llm, plain)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", TWO_ENGINES)
+def test_two_compiled_engines(mode: str, models: Path, plain: list[Outcome], tmp_path: Path) -> None:
+    check_compiled(two_engines(mode, models), models, plain, tmp_path / "engine", FEWER_BLOCKS)
 
 
 @pytest.mark.parametrize("waits", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -183,13 +234,7 @@ def test_a_decoder_with_a_tree_is_not_cut(models: Path, monkeypatch: pytest.Monk
     "mode", [pytest.param(one, marks=() if one == "medusa" else pytest.mark.long) for one in MODES]
 )
 def test_tokens_of_a_compiled_engine(mode: str, models: Path, plain: list[Outcome], tmp_path: Path) -> None:
-    limits = {name: size for name, size in SIZES.items() if name != "num_kv_blocks"}
-    config = EngineConfig(backend="aoti", dtype="float32", **limits)
-    wanted = read_speculative_config(speculation(mode, models))
-    build_engine(models / "target", tmp_path / "engine", wanted, config)
-    assert_as_planned(plan_build(models / "target", wanted, config), tmp_path / "engine")
-    with LLM(tmp_path / "engine", num_kv_blocks=SIZES["num_kv_blocks"]) as llm:
-        check_drafts_change_nothing(llm, plain)
+    check_compiled(speculation(mode, models), models, plain, tmp_path / "engine")
 
 
 def test_constraints_follow_the_branches(models: Path) -> None:
@@ -293,7 +338,11 @@ def test_requests_limit_the_depth(models: Path, plain: list[Outcome]) -> None:
         ({"speculative_token_tree": "[(0,), (1,), (1, 0)]"}, ConfigError, "does not contain the likeliest chain"),
         ({"num_speculative_tokens": 4}, ConfigError, "tree of 10 nodes and a depth of 3 tokens but num.*=4"),
         ({"draft_confidence_threshold": 0.5}, UnsupportedError, "draft_confidence_threshold=0.5 with specul.*_tree"),
-        ({"one_engine": False}, UnsupportedError, "mode=EAGLE3 does not yet; use one of MTP_EAGLE_ONE_MODEL"),
+        (
+            {"method": "ngram", "model": "ngram"},
+            UnsupportedError,
+            "mode=NGRAM does not yet; use one of MTP_EAGLE, MTP_E",
+        ),
         ({"num_speculative_tokens": "auto"}, ConfigError, "has one size"),
         ({"num_speculative_tokens": 10, "draft_len_schedule": {4: 10}}, ConfigError, "does not fit num.*_tokens=3"),
         ({"speculative_token_tree": "[(0,), (99,)]"}, ConfigError, "100 children of a node, and the draft knows 13"),

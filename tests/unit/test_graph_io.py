@@ -150,6 +150,7 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     step = kind.__new__(kind)
     torch.nn.Module.__init__(step)
     step._hidden_width = WIDTH
+    step._tree = None
     states = ("hidden_states",) if kind is HeadStep else ()
     verified = VERIFIED if kind is OneEngineStep else ()
     sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
@@ -165,6 +166,15 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
         step.worker.tree = None
     assert output_names(step) == GIVEN[kind]
     assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
+
+
+@pytest.mark.parametrize("kind", [DecodeStep, CaptureStep])
+def test_a_target_with_a_tree_accepts_drafts(kind: type[Step]) -> None:
+    step = kind.__new__(kind)
+    torch.nn.Module.__init__(step)
+    step._tree = TreeTables(DraftTree(((0,), (1,))))
+    assert set(input_names(step)) == {"input_ids", *FIRST, *VERIFIED, *tensors_of(SamplingTensors)}
+    assert output_names(step) == ("tokens", "new_tokens", "num_tokens", "path", *GIVEN[kind][1:])
 
 
 def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> None:

@@ -12,6 +12,7 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.planning import plan_speculation
 from trtspec.modes import SpeculativeDecodingMode as M
 
+TREE = "[(0,),(1,),(0,0),(0,0,0)]"
 SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
 
 
@@ -177,8 +178,12 @@ def test_refused_against_target_or_draft(
             r"acceptance_window=8 is not built yet; leave it",
         ),
         (
-            {"speculative_token_tree": "[(0,),(1,),(0,0),(0,0,0)]"},
-            r"speculative_token_tree='\[\(0,\),.* branches, which mode=DRAFT_TARGET does not yet; use one of",
+            {**NGRAM, "model": None, "speculative_token_tree": TREE},
+            r"speculative_token_tree='\[\(0,\),.* branches, which mode=NGRAM does not yet; use one of",
+        ),
+        (
+            {"speculative_token_tree": TREE, "use_heterogeneous_vocab": True},
+            r"use_heterogeneous_vocab=True with speculative_token_tree=.* not built yet; leave the tree unset",
         ),
     ],
 )

@@ -105,13 +105,13 @@ def example_for(
     """Return a batch with which the step's graph of K = draft_len is exported.
 
     For most steps this is example_batch. Draft layers outside the target's graph get a batch without drafts, in which
-    rows have the target's hidden states and `draft_len` drafts are to be made.
+    `draft_len` drafts are to be made. Its rows have the target's hidden states if the layers read any.
     """
-    if not step.hidden_width:
+    if step.verifies_drafts or not step.makes_drafts:
         words = max(4, -(-step.vocab_size // 32))  # of a small vocabulary more than it has, as sizes must differ
         return example_batch(draft_len, block_size, uniform, words if constraints else 0)
     example = example_batch(0, block_size)
-    states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width)
+    states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width) if step.hidden_width else None
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)
 
 
@@ -123,14 +123,15 @@ def example_kv(step: Step, example: StepInputs, block_size: int) -> list[KVLayer
 
 
 def graph_draft_lens(step: Step, spec_plan: SpeculationPlan | None) -> tuple[int, ...]:
-    """K of the graphs that a step needs: every draft length that a schedule can ask for; (0,) if it makes no drafts.
+    """K of the graphs that a step needs: every draft length that a schedule can ask for.
 
-    Draft layers outside the target's graph also need K = 0, because they prefill prompts without drafting.
+    (0,) if the step neither makes nor verifies drafts. K = 0 is also needed of draft layers outside the target's graph,
+    because they prefill prompts without drafting, and of the target next to them.
     """
-    if spec_plan is None or not step.makes_drafts:
+    if spec_plan is None or not (step.makes_drafts or step.verifies_drafts):
         return (0,)
     lengths = scheduled_draft_lens(spec_plan)
-    if step.hidden_width:
+    if not (step.makes_drafts and step.verifies_drafts):
         lengths.add(0)
     return tuple(sorted(lengths))
 

@@ -34,8 +34,11 @@ layers are in several groups. "verifies": of steps that verify drafts. "constrai
 constraints. "layers": graphs of layers alone. "linear": graphs with linear caches (tensorrt/native.py).
 """
 
-Giver = Literal["draws", "verifies", "trees", "makes", "hidden states", "constraints"]
-"""The graphs that have an output: they draw, verify drafts, make drafts, return hidden states or take constraints."""
+Giver = Literal["draws", "verifies", "trees", "makes", "goes on", "hidden states", "constraints"]
+"""The graphs that have an output.
+
+They draw, verify drafts, make drafts, do both ("goes on"), return hidden states or take constraints.
+"""
 
 User = Literal["", "sampled", "filtered", "bans", "constraints"]
 """The rows that use an input; "": all rows. In a batch without such rows the input has no elements."""
@@ -155,8 +158,8 @@ OUTPUTS = {
         GraphOutput("path", "verdict.path", ("B", "K + 1"), _i64, "trees"),
         GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", extra_columns=0),
         GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
-        GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "verifies", extra_columns=1),
-        GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "verifies"),
+        GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "goes on", extra_columns=1),
+        GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "goes on"),
         GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
         GraphOutput("logits", "logits", ("R",), _f32, "constraints"),
     )
@@ -192,6 +195,7 @@ def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
         "verifies": step.verifies_drafts,
         "trees": step.tree is not None,
         "makes": step.makes_drafts,
+        "goes on": step.verifies_drafts and step.makes_drafts,
         "hidden states": step.gives_hidden_states,
         "constraints": constraints,
     }

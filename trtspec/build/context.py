@@ -17,6 +17,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.tree import DraftTree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.table import Method, method_of
 from trtspec.models.weights import DTYPES
@@ -87,6 +88,11 @@ class BuildContext:
     def max_total_draft_tokens(self) -> int:
         """Largest number of drafts that a step verifies of a request: K, or N of a tree."""
         return 0 if self.max_draft_len == 0 or self.spec_plan is None else self.spec_plan.max_total_draft_tokens
+
+    @property
+    def tree(self) -> DraftTree | None:
+        """The tree of a step's drafts; None = a chain, or no drafts."""
+        return None if self.spec_plan is None else self.spec_plan.tree
 
     @property
     def provisional_rows(self) -> int:

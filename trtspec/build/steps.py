@@ -25,7 +25,7 @@ def build_step(context: BuildContext, target: Step | None = None) -> Step:
     """
     if context.role == "target":
         return _target_step(context)
-    if context.mode.reads_hidden_states():
+    if context.mode.reads_hidden_states() or context.tree is not None:
         return _head_step(context, target or _target_step(context.of("target")))
     decoder = _decoder(context)
     if context.vocabulary is not None:
@@ -45,16 +45,16 @@ def _target_step(context: BuildContext) -> Step:
     if mode.is_save_hidden_states():
         return _packed(context, CaptureStep(decoder, (*context.speculation.capture_layers, -1), functional))
     if mode.reads_hidden_states():
-        return _packed(context, CaptureStep(decoder, context.speculation.capture_layers, functional))
+        return _packed(context, CaptureStep(decoder, context.speculation.capture_layers, functional, context.tree))
     if not mode.use_one_engine():
-        return _packed(context, DecodeStep(decoder, functional))
+        return _packed(context, DecodeStep(decoder, functional, context.tree))
     kind = cast("type[SpecWorker]", context.method.workers[mode].open())
     worker = kind.of(_head(context, decoder), context.speculation)
     return _packed(context, OneEngineStep(decoder, worker, functional), worker)
 
 
 def _head_step(context: BuildContext, target: Step) -> Step:
-    """Step of the mode's head as a model of its own."""
+    """Step of the mode's head, or of its draft model, as a model of its own that makes all drafts in one launch."""
     decoder = cast("DecodeStep", target).decoder
     worker = SpecWorker.of(_head(context, decoder), context.speculation)
     width = len(context.speculation.capture_layers) * decoder.spec.hidden_size
@@ -68,11 +68,11 @@ def _head(context: BuildContext, target: Decoder) -> DraftHead:
     source = HeadSource(
         checkpoint=context.draft or context.target,
         owner=context.target,
-        num_stages=1 if mode.reads_hidden_states() else speculation.num_speculative_tokens,
+        num_stages=1 if mode.has_draft_model() else speculation.num_speculative_tokens,
         num_captured=len(speculation.capture_layers),
         parallel=mode.drafts_in_parallel(),
         max_seq_len=context.max_seq_len,
-        first_layer=0 if mode.reads_hidden_states() else None,
+        first_layer=0 if mode.has_draft_model() else None,
         reads_weights=context.reads_weights,
     )
     return build_head(context.method.head.open(), source, target)

@@ -91,7 +91,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     gpu = open_gpu() if backend.torch_gpu else None
     context = plan_context(start.model, start.speculative, config, backend, backend.packs and "cpu" in plugins)
     mode, target, spec_plan = context.mode, context.target, context.spec_plan
-    N, tree = context.max_total_draft_tokens, None if spec_plan is None else spec_plan.tree
+    N = context.max_total_draft_tokens
     num_blocks = plan_kv_blocks(context) if gpu is None else plan_gpu_blocks(context, free_memory(gpu))
     collector = hidden_state_collector(context)  # raises before anything is loaded
 
@@ -110,9 +110,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     provisional = context.provisional_rows
     reuse = prefix_reuse(allocator, mode, provisional) if config.enable_prefix_caching and forced < 0 else None
     reads = mode.reads_hidden_states()
-    ahead, branches = mode.rows_ahead(context.max_draft_len), 0
-    if tree is not None:
-        ahead, branches = max(ahead, len(tree.inner)), N - tree.depth
+    ahead, branches = (0, 0) if spec_plan is None or not N else (spec_plan.rows_ahead, spec_plan.branch_rows)
     scheduler = Scheduler(
         allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional, branches
     )
@@ -126,7 +124,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         )
     loop = (OverlapLoop if overlaps else SteadyLoop)(
         scheduler,
-        InputBuilder(mode, N, forced, loaded[0].draft_lens, tree),
+        InputBuilder(mode, N, forced, loaded[0].draft_lens, context.tree),
         cast("AsyncExecutable", loaded[0].executable),
         Proposer(drafter, spec_plan if N else None, target.vocab_size, RowStates() if reads else None),
         target.vocab_size,

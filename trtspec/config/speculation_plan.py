@@ -88,6 +88,17 @@ class SpeculationPlan:
         return depth if self.tree is None else self.tree.within(depth)
 
     @property
+    def rows_ahead(self) -> int:
+        """Number of KV rows that drafting writes, or sees, after the rows of a step."""
+        ahead = self.mode.rows_ahead(self.num_speculative_tokens)
+        return ahead if self.tree is None else max(ahead, len(self.tree.inner) + 1)
+
+    @property
+    def branch_rows(self) -> int:
+        """Number of rows of a step that its tokens do not need, as branches of a tree have rows of their own: N - K."""
+        return self.max_total_draft_tokens - self.num_speculative_tokens
+
+    @property
     def num_lookahead_slots(self) -> int:
         """Number of KV rows that a step may write after the last accepted token: K, or N."""
         return self.max_total_draft_tokens

@@ -46,14 +46,17 @@ class Proposer:
         return 0 if self.speculation is None else draft_len_for_batch(self.speculation, len(scheduler.running))
 
     def wanted(self, batch: Batch, scheduler: Scheduler) -> int:
-        """Number of drafts that the launch of a batch makes for each request: K, or 0 if no request can use any."""
+        """Number of drafts that the launch of a batch makes for each request.
+
+        It is 0 if a drafter makes them, or no request can use any.
+        """
         drafting = [row.request for row in batch if row.emits and row.request.max_draft_len > 0]
-        if self.chooser is None:
-            return self.num_drafts(self.draft_len(scheduler)) if drafting else 0
         chosen, self._chosen = self._chosen, None
-        if chosen is None:
+        if self.chooser is None:
+            chosen = self.num_drafts(self.draft_len(scheduler))
+        elif chosen is None:
             chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
-        return chosen if drafting else 0
+        return chosen if drafting and self.drafter is None else 0
 
     def repeats(self, requests: Sequence[Request], draft_len: int, scheduler: Scheduler) -> bool:
         """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.

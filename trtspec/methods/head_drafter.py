@@ -1,4 +1,4 @@
-"""Draft heads next to the target: EAGLE3, EAGLE and MTP layers as an engine of their own."""
+"""Draft layers next to the target as an engine of their own: EAGLE3, EAGLE and MTP, and a draft model's trees."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ from trtspec.protocols import DraftRequest, Executable
 
 
 class HeadDrafter:
-    """A drafter with layers that read the target's hidden states; their KV lives under the target's block ids.
+    """A drafter whose layers make all drafts in one launch; their KV lives under the target's block ids.
+
+    They read the target's hidden states, and so the token after each row; or they are a whole model that reads tokens
+    alone.
 
     Each step is one launch: a pass over the rows that the target has accepted since the last launch, then the chain.
-    The draft KV of a chain was computed from the layers' own guesses. So the rows of accepted drafts are recomputed
-    from the target's states.
+    The draft KV of a chain was computed from the layers' own guesses, and that of a tree is not in line. So the rows of
+    accepted drafts are computed again.
     """
 
-    def __init__(self, head: Executable, max_num_tokens: int, draft_lens: Sequence[int] = ()) -> None:
+    def __init__(
+        self, head: Executable, max_num_tokens: int, draft_lens: Sequence[int] = (), reads_states: bool = True
+    ) -> None:
         self.head = head
         self.max_num_tokens = max_num_tokens
-        self.draft_lens = draft_lens  # ascending chain lengths that `head` can run; empty: any
+        self.draft_lens = draft_lens  # ascending numbers of drafts that `head` can make; empty: any
+        self.reads_states = reads_states
 
     @classmethod
     def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
         """Build the drafter from the loaded head."""
         assert model is not None
-        return cls(model.executable, max_num_tokens, model.draft_lens)
+        return cls(model.executable, max_num_tokens, model.draft_lens, speculation.mode.reads_hidden_states())
 
     def forget(self, request_id: int) -> None:
         """Do nothing: no state is kept outside the KV cache."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """Propose drafts for each request; every request needs its hidden_states.
+        """Propose drafts for each request; every request needs its hidden_states, if the layers read any.
 
         protocols.Drafter explains the contract.
         """
         wanted = [request.max_draft_len for request in requests]
         starts = [request.draft_kv_len for request in requests]
-        ends = [start + len(_states(request)) for start, request in zip(starts, requests, strict=True)]
+        if self.reads_states:
+            ends = [start + len(_states(request)) for start, request in zip(starts, requests, strict=True)]
+        else:
+            ends = [len(request.tokens) for request in requests]
         # A request that wants fewer than K drafts makes K too: KV that it writes past its blocks lands in scratch.
         K = max(wanted)
         drafts = torch.zeros(len(requests), K, dtype=torch.int64)
@@ -65,19 +74,23 @@ class HeadDrafter:
     def _inputs(self, requests: Sequence[DraftRequest], pieces: Sequence[Piece], length: int) -> StepInputs:
         """Return the inputs of a launch over rows [start, end) of each piece's request, which makes `length` drafts.
 
-        The token at index `end` of the request is known.
+        If the layers read states, the token at index `end` of the request is known.
         """
+        ahead = int(self.reads_states)  # of a row, the token that it reads
         owners = [requests[b] for b, _, _ in pieces]
         q_lens, kv_lens = [end - start for _, start, end in pieces], [end for _, _, end in pieces]
-        ids = [token for b, start, end in pieces for token in requests[b].tokens[start + 1 : end + 1]]
-        states = [
-            _states(one)[start - one.draft_kv_len : end - one.draft_kv_len]
-            for one, (_, start, end) in zip(owners, pieces, strict=True)
-        ]
+        ids = [token for b, start, end in pieces for token in requests[b].tokens[start + ahead : end + ahead]]
+        states = None
+        if self.reads_states:
+            each = zip(owners, pieces, strict=True)
+            states = torch.cat(
+                [_states(one)[start - one.draft_kv_len : end - one.draft_kv_len] for one, (_, start, end) in each]
+            )
         attn = AttnMetadata.of(q_lens, kv_lens, [request.block_table for request in owners])
-        sampling = SamplingTensors.of([request.sampling for request in owners], kv_lens)
+        known = [end - 1 + ahead for end in kv_lens]  # position of the last known token
+        sampling = SamplingTensors.of([request.sampling for request in owners], known)
         spec = SpecMetadata.plain([request.request_id for request in owners], attn, sampling, length)
-        return StepInputs(torch.tensor(ids), attn, spec, torch.cat(states))
+        return StepInputs(torch.tensor(ids), attn, spec, states)
 
 
 def _states(request: DraftRequest) -> Tensor:

@@ -144,6 +144,11 @@ def _check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with speculative_token_tree={text!r}, "
             "which branches, is not built yet; leave one of them unset"
         )
+    if config.use_heterogeneous_vocab:
+        raise UnsupportedError(
+            f"use_heterogeneous_vocab=True with speculative_token_tree={text!r}, which branches, is not built yet; "
+            "leave the tree unset"
+        )
     if not set(chain(spec_plan.num_speculative_tokens)) <= set(spec_plan.speculative_token_tree):
         raise ConfigError(
             f"speculative_token_tree={text!r} does not contain the likeliest chain of its depth, which is worth more "

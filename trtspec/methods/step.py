@@ -10,7 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, StepOutputs
+from trtspec.config.tree import DraftTree
+from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, StepOutputs, Verdict
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
 from trtspec.methods.draw import draw
@@ -29,7 +30,6 @@ class Step(nn.Module, ABC):
     functional: no KV tensor is changed in place. `kv` must then be a list, whose entries are replaced by the new ones.
     """
 
-    verifies_drafts: ClassVar[bool] = False  # accepts drafts in its launch
     makes_drafts: ClassVar[bool] = False  # makes drafts for the next step in its launch
     draws: ClassVar[bool] = True  # StepOutputs.tokens is its own sample at each logits row
     gives_hidden_states: ClassVar[bool] = False
@@ -78,8 +78,13 @@ class Step(nn.Module, ABC):
 
     @property
     def tree(self) -> TreeTables | None:
-        """The tree of the drafts that the step verifies and makes; None = a chain, or no drafts."""
+        """The tree of the drafts that the step verifies; None = a chain, or no drafts."""
         return None
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """Whether the step accepts drafts in its launch."""
+        return self.tree is not None
 
     @property
     def hidden_width(self) -> int:
@@ -101,11 +106,20 @@ class DecodeStep(Step):
     """A step of a target or of a draft model, both of which run their rows and sample a token where asked.
 
     A draft samples with the same noise at the same token index as the target does later. So the two often agree.
+
+    tree: the shape of the drafts, None = a chain. A step with a tree accepts drafts itself, as it has to put the KV of
+    the accepted path in line. Chains are accepted on the host.
     """
 
-    def __init__(self, decoder: Decoder, functional: bool = False) -> None:
+    def __init__(self, decoder: Decoder, functional: bool = False, tree: DraftTree | None = None) -> None:
         super().__init__(functional)
         self.decoder = decoder
+        self._tree = None if tree is None else TreeTables(tree, decoder.norm.weight.device)
+
+    @property
+    def tree(self) -> TreeTables | None:
+        """The tree of the drafts that the step verifies; None = a chain, or no drafts."""
+        return self._tree
 
     @property
     def id_table(self) -> Tensor | None:
@@ -123,10 +137,26 @@ class DecodeStep(Step):
         return ()
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """Run the rows and sample at the R rows inputs.spec.gather_ids."""
-        hidden, _ = self.run_decoder(inputs, inputs.input_ids, self.attend(inputs.attn, kv))
+        """Run the rows and sample at the R rows inputs.spec.gather_ids; with a tree also accept drafts."""
+        if self.tree is not None:
+            inputs = self.tree.placed(inputs)
+        attend = self.attend(inputs.attn, kv)
+        hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits = self.decoder.logits(hidden)  # [R, V] fp32
-        return StepOutputs(draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints), logits=logits)
+        tokens, verdict = draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints), None
+        if self.tree is not None:
+            verdict = self.tree.accepted(tokens, inputs.spec)
+            self.compact(inputs, verdict, attend)
+        states = captured if self.gives_hidden_states else None
+        return StepOutputs(tokens, verdict, hidden_states=states, logits=logits)
+
+    def compact(self, inputs: StepInputs, verdict: Verdict | None, attend: PagedAttend) -> None:
+        """Put the KV of the accepted paths in line, in the layers of the decoder. Chains are in line already."""
+        depth = 0 if self.tree is None else self.tree.depth_within(inputs.spec.runtime_draft_len)
+        if verdict is not None and verdict.path is not None and depth:
+            path = verdict.path[:, : depth + 1]
+            for layer in range(len(self.decoder.spec.kv_layers)):
+                attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, path)
 
     def run_decoder(self, inputs: StepInputs, ids: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
         """Run the decoder on ids [T]; return hidden states of the logits rows, [R, H], and those of `read_layers`."""
@@ -170,21 +200,20 @@ class CaptureStep(DecodeStep):
 
     gives_hidden_states: ClassVar[bool] = True
 
-    def __init__(self, decoder: Decoder, capture_layers: Sequence[int], functional: bool = False) -> None:
-        super().__init__(decoder, functional)
+    def __init__(
+        self,
+        decoder: Decoder,
+        capture_layers: Sequence[int],
+        functional: bool = False,
+        tree: DraftTree | None = None,
+    ) -> None:
+        super().__init__(decoder, functional, tree)
         self.capture_layers = tuple(capture_layers)
 
     @property
     def read_layers(self) -> tuple[int, ...]:
         """The captured layers."""
         return self.capture_layers
-
-    def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """Run the rows, sample as DecodeStep does, and return the captured states."""
-        hidden, captured = self.run_decoder(inputs, inputs.input_ids, self.attend(inputs.attn, kv))
-        logits = self.decoder.logits(hidden)  # [R, V] fp32
-        tokens = draw(logits, inputs.spec.sampling, constraints=inputs.spec.constraints)
-        return StepOutputs(tokens, hidden_states=captured, logits=logits)
 
     @property
     def row_widths(self) -> dict[str, int]:
@@ -201,7 +230,6 @@ class OneEngineStep(DecodeStep):
     Its KV layers are the target's, then the worker's. A batch may mix contexts, chunks of contexts and generations.
     """
 
-    verifies_drafts: ClassVar[bool] = True
     makes_drafts: ClassVar[bool] = True
 
     def __init__(self, decoder: Decoder, worker: SpecWorker, functional: bool = False) -> None:
@@ -212,6 +240,11 @@ class OneEngineStep(DecodeStep):
     def tree(self) -> TreeTables | None:
         """The tree of the worker's drafts; None = a chain."""
         return self.worker.tree
+
+    @property
+    def verifies_drafts(self) -> bool:
+        """True: the worker accepts drafts before it makes the next ones."""
+        return True
 
     @property
     def reads_target_kv(self) -> bool:
@@ -231,11 +264,7 @@ class OneEngineStep(DecodeStep):
         hidden, captured = self.run_decoder(inputs, inputs.input_ids, attend)
         logits: Tensor = self.decoder.logits(hidden)  # [R, V] fp32
         outputs: StepOutputs = self.worker(inputs, captured, logits, attend)
-        depth = 0 if self.tree is None else self.tree.depth_within(inputs.spec.runtime_draft_len)
-        if outputs.verdict is not None and outputs.verdict.path is not None and depth:
-            path = outputs.verdict.path[:, : depth + 1]
-            for layer in range(len(self.decoder.spec.kv_layers)):
-                attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, path)
+        self.compact(inputs, outputs.verdict, attend)
         return replace(outputs, logits=logits)
 
     @property
@@ -268,10 +297,12 @@ class OneEngineStep(DecodeStep):
 class HeadStep(Step):
     """A worker's draft layers next to the target: one launch makes all drafts of a step.
 
-    Its rows are context rows. input_ids [T] are the tokens *after* each row. hidden_states [T, n * Ht] are the target's
-    states of each row. sampling.positions are the positions of the token after each request's last row. That token is
-    known; the launch drafts the inputs.spec.next_draft_len tokens after it. UnsupportedError for layers that read the
-    target's KV, which is not available here.
+    Its rows are context rows. sampling.positions are the positions of the last known token of each request; the launch
+    drafts the inputs.spec.next_draft_len tokens after it.
+
+    Layers that read the target's states take them as hidden_states [T, n * Ht], and input_ids [T] are the tokens
+    *after* each row. A whole draft model (hidden_width 0) takes the tokens of the rows. UnsupportedError for layers
+    that read the target's KV, which is not available here.
     """
 
     makes_drafts: ClassVar[bool] = True
@@ -292,11 +323,11 @@ class HeadStep(Step):
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
         """Run the first pass over all rows, then make the drafts of every request."""
         attn, spec = inputs.attn, inputs.spec
-        assert inputs.hidden_states is not None
+        states = inputs.input_ids.new_empty(0) if inputs.hidden_states is None else inputs.hidden_states
         attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])
         one = torch.ones_like(spec.next_prompt_token)  # [B]
         rows = self.worker.drafting_rows(one, attn, spec)  # [B]
-        hidden = self.worker.first_pass(inputs.input_ids, inputs.hidden_states, positions, attend, rows)  # [B, H]
+        hidden = self.worker.first_pass(inputs.input_ids, states, positions, attend, rows)  # [B, H]
         drafts, draft_lens = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K], [B]
         return StepOutputs(one, proposal=Proposal(drafts, draft_lens))
 
@@ -323,12 +354,17 @@ class HeadStep(Step):
     @property
     def row_widths(self) -> dict[str, int]:
         """Elements per row of the captured hidden states."""
-        return {"captured hidden states": self.hidden_width}
+        return {"captured hidden states": self.hidden_width} if self.hidden_width else {}
 
     @property
     def hidden_width(self) -> int:
-        """Elements of StepInputs.hidden_states per row."""
+        """Elements of StepInputs.hidden_states per row; 0 = the layers read no states of the target."""
         return self._hidden_width
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of draft logits that the worker computes at once for each request."""
+        return self.worker.draft_rows
 
     @property
     def draft_vocab_size(self) -> int:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trtspec.config.tree import DraftTree
-from trtspec.core import AttnMetadata, SamplingTensors, StepInputs, Verdict
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs, Verdict
 
 
 class TreeTables(nn.Module):
@@ -86,6 +86,12 @@ class TreeTables(nn.Module):
         sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
         attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
         return replace(inputs, attn=attn, spec=replace(spec, sampling=sampling))
+
+    def accepted(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
+        """Accept strictly along the tree; see `accept_path`. sampled: [R], the target's own draw at each logits row."""
+        K, emits = spec.runtime_draft_len, spec.next_prompt_token < 0
+        own, drafts, parents = spec.per_request(sampled), spec.drafts_per_request(), self.parents[:K]
+        return accept_path(own, drafts, parents, spec.draft_lens, spec.forced_accept, emits, self.depth_within(K))
 
 
 def accept_path(

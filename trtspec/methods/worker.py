@@ -30,7 +30,7 @@ from trtspec.errors import ConfigError
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.draw import draw, draw_children, draw_drafts
 from trtspec.methods.head import DraftHead
-from trtspec.methods.tree import Level, TreeTables, accept_path, draft_tree, in_line
+from trtspec.methods.tree import Level, TreeTables, draft_tree, in_line
 from trtspec.models.attention import PagedAttend
 from trtspec.ops import spec_accept
 
@@ -299,17 +299,11 @@ class SpecWorker(nn.Module):
 
         sampled: [R], the target's own tokens.
         """
-        own, drafts, forced = (
-            spec.per_request(sampled),
-            spec.drafts_per_request(),
-            self.apply_force_accepted_tokens(spec),
-        )
-        emits = spec.next_prompt_token < 0
+        spec = replace(spec, forced_accept=self.apply_force_accepted_tokens(spec))
         if self.tree is not None:
-            K = spec.runtime_draft_len
-            parents, depth = self.tree.parents[:K], self.tree.depth_within(K)
-            return accept_path(own, drafts, parents, spec.draft_lens, forced, emits, depth)
-        return Verdict(*spec_accept(own, drafts, spec.draft_lens, forced, emits=emits))
+            return self.tree.accepted(sampled, spec)
+        own, drafts, emits = spec.per_request(sampled), spec.drafts_per_request(), spec.next_prompt_token < 0
+        return Verdict(*spec_accept(own, drafts, spec.draft_lens, spec.forced_accept, emits=emits))
 
     def apply_force_accepted_tokens(self, spec: SpecMetadata) -> Tensor:
         """Number of drafts to accept whatever their values, [B] int32; -1 = only those that agree.

@@ -315,7 +315,7 @@ class CudaExecutable(CompiledExecutable):
         Nothing is kept of a batch with drafts from the host, which has more rows than requests.
         """
         named = dict(zip(self.compiled.outputs, outputs, strict=True))
-        if self.compiled.verifies_drafts:
+        if "next_new_tokens" in named:
             tokens, kept = named["next_new_tokens"], named["next_kv_lens"]
         elif self._width == 1 and not self.compiled.makes_drafts and named["tokens"].shape == kv_lens.shape:
             tokens, kept = named["tokens"][:, None], kv_lens
@@ -372,11 +372,13 @@ def module_graphs(
 
 def launch_graphs(step: Step, draft_lens: Sequence[int]) -> list[tuple[int, bool]]:
     """Return (K, whether it is uniform) of each graph that launches with these K need."""
-    ragged = draft_lens if step.makes_drafts else (max(draft_lens),)  # else one graph takes every K
+    every_k = step.makes_drafts or step.verifies_drafts
+    ragged = draft_lens if every_k else (max(draft_lens),)  # else one graph takes every K
     uniform = draft_lens if has_uniform_graphs(step) else ()
     return [*((K, False) for K in ragged), *((K, True) for K in uniform)]
 
 
 def has_uniform_graphs(step: Step) -> bool:
-    """Whether steps can be captured: they have no hidden states, whose number varies with the rows of a batch."""
-    return step.hidden_width == 0 and not step.gives_hidden_states
+    """Whether steps can be captured: the numbers of their rows and hidden states follow from the batch size."""
+    draft_alone = step.makes_drafts and not step.verifies_drafts  # draft layers that read what was accepted
+    return not (step.hidden_width or step.gives_hidden_states or draft_alone)

@@ -12,8 +12,9 @@ from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import run_chain
 from trtspec.methods.drafter import CHAIN_ROWS, ChainExecutable, DraftModel
+from trtspec.methods.head_drafter import HeadDrafter
 from trtspec.methods.rows import pack_rows
-from trtspec.protocols import DraftRequest, Executable
+from trtspec.protocols import Drafter, DraftRequest, Executable
 
 
 class ChainDrafter:
@@ -37,9 +38,11 @@ class ChainDrafter:
         self.chain = chain
 
     @classmethod
-    def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> ChainDrafter:
-        """Return the drafter of the draft model that was loaded."""
+    def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> Drafter:
+        """Return the drafter of the draft model that was loaded: a HeadDrafter for a tree, as one launch makes it."""
         assert model is not None
+        if speculation.tree is not None:
+            return HeadDrafter.of(speculation, model, max_num_tokens)
         greedy = speculation.draft_sample_method == "greedy"
         return cls(model.executable, max_num_tokens, greedy, model.chain)
 
