@@ -4,7 +4,8 @@ The values are frozen views of tensors. The letters of their shapes:
 - B: requests of the batch, C contexts first, then G generations.
 - T: packed rows.
 - K: draft tokens of the step: those of its longest proposal, rounded up to a K that compiled graphs have. With draft
-  trees it is the number of nodes, in all but ancestors: there it is the depth.
+  trees it is the number of nodes, in all but ancestors: there it is the depth. Drafts are then in an order in which
+  every node comes after its parent.
 - R <= T: logits rows, one per context, and one per draft and one more per generation.
 - M: columns of the block tables.
 """
@@ -234,6 +235,8 @@ class SpecMetadata:
     sampling: SamplingTensors
     constraints: LogitConstraints | None = None  # None: no request has constraints or wants logprobs
     next_draft_len: int = 0  # drafts that a one-engine step makes for the next step, 0..max_draft_len
+    # [G, K] int64, the node that each draft follows, -1 = the last token; parents first; None: a shape that is known
+    draft_parents: Tensor | None = None
     is_uniform: bool = False  # every request has K drafts and K + 1 rows, and graphs may rely on it
     is_cuda_graph: bool = False
     is_spec_dec_tree: bool = False
@@ -307,11 +310,20 @@ class SpecMetadata:
 
     def drafts_per_request(self) -> Tensor:
         """Draft tokens of every request, [B, K] int64; -1 for contexts."""
+        return self._with_contexts(self.draft_tokens)
+
+    def parents_per_request(self) -> Tensor:
+        """draft_parents of every request, [B, K] int64; -1 for contexts."""
+        assert self.draft_parents is not None
+        return self._with_contexts(self.draft_parents)
+
+    def _with_contexts(self, values: Tensor) -> Tensor:
+        """Values [G, K] of generations as [B, K], -1 for contexts."""
         if self.runtime_draft_len == 0:
-            return self.draft_tokens.new_empty(self.batch_size, 0)
+            return values.new_empty(self.batch_size, 0)
         # One graph serves any C and G. So no tensor of C rows is built, and a row of -1 can always be read.
         generation = torch.arange(self.batch_size, device=self.seq_lens.device) - self.num_contexts
-        rows = F.pad(self.draft_tokens, (0, 0, 1, 0), value=-1)  # [1 + G, K]
+        rows = F.pad(values, (0, 0, 1, 0), value=-1)  # [1 + G, K]
         return rows[(generation + 1).clamp(min=0)]
 
 
@@ -336,6 +348,8 @@ class Proposal:
     draft_lens: Tensor  # [B] int32, 0..K
     draft_probs: Tensor | None = None  # [B, K, V] fp32
     draft_kv_lens: Tensor | None = None  # [B] int32, valid draft KV rows if all drafts are accepted; None = no draft KV
+    # [B, K] int64, the draft that each draft follows, -1 = the last token; parents first. None: chains, or a known tree
+    draft_parents: Tensor | None = None
 
 
 @dataclass(frozen=True)

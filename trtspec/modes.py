@@ -163,6 +163,10 @@ class SpeculativeDecodingMode(enum.IntEnum):
         own_layers = self.traits.vanilla or self.traits.parallel  # each depth's, or one pass for all depths
         return self.traits.draft_model or (self.traits.one_engine and not own_layers)
 
+    def takes_dynamic_trees(self) -> bool:
+        """Whether each step may give the drafts of each request a tree of another shape."""
+        return self.drafts_trees() or self.traits.method in ("ngram", "suffix", "custom_class")
+
     def rows_ahead(self, max_draft_len: int) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""
         return max_draft_len + self.drafts_in_blocks()

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+_Key = TypeVar("_Key")
 
 
 @dataclass(slots=True)
@@ -13,16 +16,16 @@ class SpeculationStats:
 
     outcomes: dict[tuple[int, int], int] = field(default_factory=dict)
     """Number of steps by (tokens emitted, bonus included; drafts offered)."""
-    tree_depths: dict[int, int] = field(default_factory=dict)
-    """Depth of the drafts of a step by their number, where they are a tree. A position is a depth there."""
+    depths: dict[int, int] = field(default_factory=dict)
+    """Number of steps by the depth of their drafts, where these are trees. A position is a depth there."""
 
     def observe(self, num_tokens: int, draft_len: int, steps: int = 1, depth: int | None = None) -> None:
         """Count `steps` generation steps that emitted `num_tokens` each and verified `draft_len` drafts.
 
-        depth: of the drafts if they are a tree; None = draft_len.
+        depth: of the drafts if they are a tree; None = they are a chain.
         """
-        if depth is not None and depth != draft_len:
-            self.tree_depths[draft_len] = depth
+        if depth is not None:
+            self.depths[depth] = self.depths.get(depth, 0) + steps
         outcome = (num_tokens, draft_len)
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + steps
 
@@ -38,7 +41,7 @@ class SpeculationStats:
     @property
     def drafted(self) -> list[int]:
         """Number of times that a draft was offered at each position, [K]."""
-        return self._by_position([(self._depth(draft_len), count) for (_, draft_len), count in self.outcomes.items()])
+        return self._by_position(self._lengths())
 
     @property
     def accepted(self) -> list[int]:
@@ -75,30 +78,37 @@ class SpeculationStats:
 
     def copy(self) -> SpeculationStats:
         """A copy of the present counts."""
-        return SpeculationStats(self.outcomes.copy(), self.tree_depths.copy())
+        return SpeculationStats(self.outcomes.copy(), self.depths.copy())
 
     def since(self, earlier: SpeculationStats) -> SpeculationStats:
         """Counts of the steps observed since `earlier`, an older copy of these counts."""
-        news = {outcome: count - earlier.outcomes.get(outcome, 0) for outcome, count in self.outcomes.items()}
-        return SpeculationStats({outcome: count for outcome, count in news.items() if count}, self.tree_depths.copy())
+        return SpeculationStats(_news(self.outcomes, earlier.outcomes), _news(self.depths, earlier.depths))
 
     @classmethod
     def total(cls, parts: Iterable[SpeculationStats]) -> SpeculationStats:
         """Sum of several counts."""
         total = cls()
         for part in parts:
-            total.tree_depths |= part.tree_depths
             for outcome, count in part.outcomes.items():
                 total.outcomes[outcome] = total.outcomes.get(outcome, 0) + count
+            for depth, count in part.depths.items():
+                total.depths[depth] = total.depths.get(depth, 0) + count
         return total
 
     def _by_position(self, lengths: list[tuple[int, int]]) -> list[int]:
         """Number of steps whose length covers each position, [K]. lengths: (length, steps)."""
-        K = max((self._depth(draft_len) for _, draft_len in self.outcomes), default=0)
+        K = max((length for length, _ in self._lengths()), default=0)
         return [sum(count for length, count in lengths if length > position) for position in range(K)]
 
-    def _depth(self, draft_len: int) -> int:
-        return self.tree_depths.get(draft_len, draft_len)
+    def _lengths(self) -> list[tuple[int, int]]:
+        """Number of drafts of steps, for a tree its depth, and the number of these steps."""
+        return list(self.depths.items()) or [(draft_len, count) for (_, draft_len), count in self.outcomes.items()]
+
+
+def _news(now: dict[_Key, int], earlier: dict[_Key, int]) -> dict[_Key, int]:
+    """Counts that are new since `earlier`."""
+    news = {key: count - earlier.get(key, 0) for key, count in now.items()}
+    return {key: count for key, count in news.items() if count}
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ class DraftRequest:
     # len(tokens) - draft_kv_len - 1. Inside a prompt n may be less; then max_draft_len is 0: only draft KV is wanted.
     hidden_states: Tensor | None = None
     prompt_len: int = 0  # leading tokens that came with the request; the others are its response
+    max_depth: int | None = None  # most tokens that drafts may be ahead, where they may be a tree; None: only a chain
 
 
 class Drafter(Protocol):

@@ -1,8 +1,8 @@
 """`make contract-trees`: 200 requests with draft trees in every mode that drafts them, and a table of the results.
 
-On eager and on a GPU, each mode runs in fp32 and bf16, at batch 1 and 8. Engines of aoti take long to build. So there
-each mode runs in one combination, and every pair of dtype and batch occurs. Finished cells are kept, as in
-run_modes.py.
+Trees have one shape, or one that each step chooses. On eager and on a GPU, each mode and shape runs in fp32 and bf16,
+at batch 1 and 8. Engines of aoti take long to build. So there each mode and shape runs in one combination, and every
+pair of dtype and batch occurs with both shapes. Finished cells are kept, as in run_modes.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from tests.contract.run_modes import ROOT, sources
-from tests.contract.trees import BATCHES, DTYPES, MODES, TreeCell, Trees
+from tests.contract.trees import BATCHES, DTYPES, DYNAMIC, MODES, TreeCell, Trees
 from trtspec.train.checkpoint import write_atomically
 
 TABLE = Path(__file__).with_name("trees.md")
@@ -36,23 +36,28 @@ def main() -> int:
     results.mkdir(parents=True, exist_ok=True)
     pairs = list(itertools.product(DTYPES, BATCHES))
     wanted = [
-        (backend, mode, *pair)
+        (backend, shape, mode, *pair)
         for backend in asked.backends
-        for i, mode in enumerate(MODES)
+        for shape, modes in (("static", MODES), ("dynamic", DYNAMIC))
+        for i, mode in enumerate(modes)
         for pair in (pairs if backend != "aoti" else [pairs[i % len(pairs)]])
+        if (backend, shape) != ("cuda", "dynamic") or not mode.use_one_engine()  # which is refused
     ]
     with tempfile.TemporaryDirectory() as scratch:
         trees = Trees(Path(scratch), REQUESTS)
-        for backend, mode, dtype, batch in wanted:
-            file = results / f"{backend}-{mode.name}-{dtype}-{batch}.json"
+        for backend, shape, mode, dtype, batch in wanted:
+            file = results / f"{backend}-{shape}-{mode.name}-{dtype}-{batch}.json"
             if file.exists():
                 continue
             try:
-                cell = trees.check(mode, backend, dtype, batch)
+                cell = trees.check(mode, shape, backend, dtype, batch)
             except Exception as error:
-                cell = TreeCell(mode.name, backend, dtype, batch, f"{type(error).__name__}: {error}")
+                cell = TreeCell(mode.name, shape, backend, dtype, batch, f"{type(error).__name__}: {error}")
             write_atomically(file, json.dumps(asdict(cell)).encode())
-            print(f"{backend:6} {mode.name:24} {dtype} {batch}  {cell.verdict}  {list(cell.acceptance)}", flush=True)
+            print(
+                f"{backend:6} {shape:7} {mode.name:24} {dtype} {batch}  {cell.verdict}  {list(cell.acceptance)}",
+                flush=True,
+            )
     cells = [TreeCell(**json.loads(file.read_text())) for file in sorted(results.glob("*.json"))]
     TABLE.write_text(table(cells))
     bad = [cell for cell in cells if cell.verdict != "holds"]
@@ -65,17 +70,18 @@ def table(cells: list[TreeCell]) -> str:
     lines = [
         "# Draft trees against the laws",
         "",
-        "Written by `make contract-trees`. A tree of 10 nodes and depth 3. Of each cell the share of drafts that are",
-        f"accepted at each depth, wherever the tokens of {REQUESTS} requests (greedy and seeded, packed, preempted at",
-        "batch 8, cut by stops) are those of plain decoding; else what is not.",
+        "Written by `make contract-trees`. Trees of 10 nodes and depth 3: static ones, and dynamic ones, which each",
+        "step shapes for each request. Of each cell the share of drafts that are accepted at each depth, wherever the",
+        f"tokens of {REQUESTS} requests (greedy and seeded, packed, preempted at batch 8, cut by stops) are those of",
+        "plain decoding; else what is not.",
         "",
-        "| mode | backend | dtype | batch | accepted by depth |",
-        "|---|---|---|---|---|",
+        "| mode | shape | backend | dtype | batch | accepted by depth |",
+        "|---|---|---|---|---|---|",
     ]
-    for cell in sorted(cells, key=lambda cell: (cell.mode, cell.backend, cell.dtype, cell.batch)):
+    for cell in sorted(cells, key=lambda cell: (cell.mode, cell.shape, cell.backend, cell.dtype, cell.batch)):
         shares = ", ".join(f"{share:.2f}" for share in cell.acceptance)
         said = shares if cell.verdict == "holds" else f"**{cell.verdict}**"
-        lines.append(f"| `{cell.mode}` | {cell.backend} | {cell.dtype} | {cell.batch} | {said} |")
+        lines.append(f"| `{cell.mode}` | {cell.shape} | {cell.backend} | {cell.dtype} | {cell.batch} | {said} |")
     return "\n".join([*lines, ""])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.contract.run_trees import table
-from tests.contract.trees import MODES, Trees
+from tests.contract.trees import DYNAMIC, MODES, Trees
 from trtspec.modes import SpeculativeDecodingMode as M
 
 
@@ -15,14 +15,17 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Trees:
 
 
 CELLS = [
-    *((mode, "float32", 8) for mode in MODES),
-    (M.EAGLE3_ONE_MODEL, "bfloat16", 1),
-    *(pytest.param(mode, "bfloat16", 8, marks=pytest.mark.long) for mode in MODES),
+    *((mode, "static", "float32", 8) for mode in MODES),
+    *((mode, "dynamic", "float32", 8) for mode in DYNAMIC),
+    (M.EAGLE3_ONE_MODEL, "static", "bfloat16", 1),
+    (M.EAGLE3_ONE_MODEL, "dynamic", "bfloat16", 1),
+    *(pytest.param(mode, "static", "bfloat16", 8, marks=pytest.mark.long) for mode in MODES),
+    *(pytest.param(mode, "dynamic", "bfloat16", 8, marks=pytest.mark.long) for mode in DYNAMIC),
 ]
 
 
-@pytest.mark.parametrize(("mode", "dtype", "batch"), CELLS)
-def test_ids_are_those_of_plain_decoding(trees: Trees, mode: M, dtype: str, batch: int) -> None:
-    cell = trees.check(mode, "eager", dtype, batch)
+@pytest.mark.parametrize(("mode", "shape", "dtype", "batch"), CELLS)
+def test_ids_are_those_of_plain_decoding(trees: Trees, mode: M, shape: str, dtype: str, batch: int) -> None:
+    cell = trees.check(mode, shape, "eager", dtype, batch)
     assert cell.verdict == "holds"
-    assert f"| `{mode.name}` | eager | {dtype} | {batch} | {cell.acceptance[0]:.2f}, " in table([cell])
+    assert f"| `{mode.name}` | {shape} | eager | {dtype} | {batch} | {cell.acceptance[0]:.2f}, " in table([cell])

@@ -16,8 +16,13 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
 MODES = [mode for mode in RECIPES if mode.drafts_trees()]
+DYNAMIC = [*MODES, M.NGRAM, M.SUFFIX]
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)]"
 DEPTH, NODES = 3, 10
+TOP_K = 3  # of dynamic trees
+WISHES: dict[M, dict[str, Any]] = {  # of trees alone, so that few matches make branches
+    M.SUFFIX: {"suffix_decoding_min_token_prob": 0.0, "suffix_decoding_max_spec_factor": 3.0},
+}
 DTYPES, BATCHES = ("float32", "bfloat16"), (1, 8)
 LIMITS: dict[str, Any] = {"max_num_tokens": 8 * (NODES + 1), "block_size": 4}
 TIGHT, ROOMY = {"num_kv_blocks": 29}, {"num_kv_blocks": 64}
@@ -25,9 +30,10 @@ TIGHT, ROOMY = {"num_kv_blocks": 29}, {"num_kv_blocks": 64}
 
 @dataclasses.dataclass(frozen=True)
 class TreeCell:
-    """The result of a cell. verdict: "holds", or what is wrong."""
+    """The result of a cell. shape: "static" or "dynamic". verdict: "holds", or what is wrong."""
 
     mode: str
+    shape: str
     backend: str
     dtype: str
     batch: int
@@ -51,31 +57,35 @@ class Trees:
         self.plain = functools.cache(self._plain)
         self.folder = functools.cache(self._folder)
 
-    def _folder(self, mode: M, target: str, dtype: str) -> Path:
-        output = self.models.root / f"tree {target} {mode.name} {dtype}".replace(" ", "-")
-        wanted = None if mode is M.NONE else read_speculative_config(self._speculation(mode))
+    def _folder(self, mode: M, shape: str, target: str, dtype: str) -> Path:
+        output = self.models.root / f"tree {target} {mode.name} {shape} {dtype}".replace(" ", "-")
+        wanted = None if mode is M.NONE else read_speculative_config(self._speculation(mode, shape))
         config = EngineConfig(backend="aoti", dtype=dtype, max_batch_size=max(BATCHES), **LIMITS)
         build_engine(self.models.folder(target), output, wanted, config)
         return output
 
-    def _speculation(self, mode: M) -> dict[str, Any]:
-        return {**RECIPES[mode].speculation(self.models, DEPTH), "speculative_token_tree": TREE}
+    def _speculation(self, mode: M, shape: str) -> dict[str, Any]:
+        wishes = {**RECIPES[mode].speculation(self.models, DEPTH), **WISHES.get(mode, {})}
+        if shape == "static":
+            return {**wishes, "speculative_token_tree": TREE}
+        grown = {"dynamic_tree_max_topK": TOP_K} if mode in MODES else {}
+        return {**wishes, **grown, "max_total_draft_tokens": NODES}
 
-    def _open(self, mode: M, target: str, backend: str, dtype: str, batch: int, **options: Any) -> LLM:
+    def _open(self, mode: M, shape: str, target: str, backend: str, dtype: str, batch: int, **options: Any) -> LLM:
         if backend == "aoti":
-            return LLM(self.folder(mode, target, dtype), max_batch_size=batch, **options)
-        speculation = None if mode is M.NONE else self._speculation(mode)
+            return LLM(self.folder(mode, shape, target, dtype), max_batch_size=batch, **options)
+        speculation = None if mode is M.NONE else self._speculation(mode, shape)
         options |= {"backend": backend, "dtype": dtype, "max_batch_size": batch, **LIMITS}
         return LLM(self.models.folder(target), speculation, **options)
 
     def _plain(self, target: str, backend: str, dtype: str) -> list[Outcome]:
-        with self._open(M.NONE, target, backend, dtype, max(BATCHES), **ROOMY) as llm:
+        with self._open(M.NONE, "", target, backend, dtype, max(BATCHES), **ROOMY) as llm:
             return run_alone(llm.engine, self.cases)
 
-    def check(self, mode: M, backend: str, dtype: str, batch: int) -> TreeCell:
+    def check(self, mode: M, shape: str, backend: str, dtype: str, batch: int) -> TreeCell:
         """Check one cell. A batch of several runs in a cache that is too small for it."""
         target = RECIPES[mode].target
-        with self._open(mode, target, backend, dtype, batch, **(TIGHT if batch > 1 else ROOMY)) as llm:
+        with self._open(mode, shape, target, backend, dtype, batch, **(TIGHT if batch > 1 else ROOMY)) as llm:
             run = run_together(llm.engine, self.cases)
             shares = run.speculation.acceptance_per_position
             wrong = []
@@ -92,4 +102,4 @@ class Trees:
                 wrong.append(f"blocks are lost: {error}")
             rounded = tuple(round(share, 3) for share in shares)
             verdict = "; ".join(wrong) or "holds"
-            return TreeCell(mode.name, backend, dtype, batch, verdict, rounded, llm.engine.stats.preemptions)
+            return TreeCell(mode.name, shape, backend, dtype, batch, verdict, rounded, llm.engine.stats.preemptions)

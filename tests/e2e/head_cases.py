@@ -23,7 +23,7 @@ from torch import Tensor
 from tests.e2e.tiny import VOCAB, Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
 from trtspec import LLM
 from trtspec.backends.eager import EagerExecutable
-from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata
+from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata
 from trtspec.engine.stats import TimedExecutable
 from trtspec.engine.step import Emission
 from trtspec.methods.head_drafter import HeadDrafter
@@ -74,7 +74,7 @@ class WatchedHead(SpecWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         self._ids, self._starts, self._emits = spec.request_ids, None, (counts > 0).tolist()
         self._cut = _hides_rows(attn)
         return super().draft(hidden, counts, kv_lens, attn, spec, attend)

@@ -18,9 +18,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 
 
 def held_out_prompts(count: int, characters: int) -> list[str]:
-    """The starts of files that the demo models were not trained on."""
+    """The starts of files that the demo models were not trained on; fewer where the standard library has fewer."""
     texts = [file.text for file in standard_library() if file.held_out and len(file.text) > 4 * characters]
-    return [text[:characters] for text in texts[:: len(texts) // count][:count]]
+    return [text[:characters] for text in texts[:: max(len(texts) // count, 1)][:count]]
 
 
 MIXED = [

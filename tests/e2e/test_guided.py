@@ -72,6 +72,7 @@ def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     head = make_eagle3(folder, target, (0, 1), tuple(range(len(PIECES))))
     return {
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "trees": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "max_total_draft_tokens": 7},
         "draft": {"method": "draft_model", "model": str(perturbed(target, 0.1, folder))},
         "eagle3": {"method": "eagle3", "model": str(head)},
     }
@@ -136,7 +137,7 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("mode", ["ngram", "draft", "eagle3"])
+@pytest.mark.parametrize("mode", ["ngram", "trees", "draft", "eagle3"])
 def test_speculation_changes_nothing(
     target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], mode: str, K: int
 ) -> None:

@@ -26,7 +26,7 @@ from trtspec.build.context import plan_context
 from trtspec.build.plan import plan_build
 from trtspec.build.steps import build_step
 from trtspec.config.engine import EngineConfig
-from trtspec.core import SamplingTensors
+from trtspec.core import Proposal, SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
@@ -52,12 +52,14 @@ class TellingWorker(SpecWorker):
         self.answers = answers
         self._ids: tuple[int, ...] = ()
 
-    def draft(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def draft(self, *arguments: Any) -> Proposal:
         self._ids = arguments[4].request_ids
         return super().draft(*arguments)
 
-    def sample_children(self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int) -> Tensor:
-        found = super().sample_children(step, hidden, sampling, count)
+    def sample_children(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int
+    ) -> tuple[Tensor, Tensor]:
+        found, scores = super().sample_children(step, hidden, sampling, count)
         each = len(found) // len(self._ids)
         for r, place in enumerate(sampling.positions.tolist()):
             request = self._ids[r // each]
@@ -66,7 +68,7 @@ class TellingWorker(SpecWorker):
                 right = self.answers[request][place]
                 found[r][found[r] == right] = found[r, rank]
                 found[r, rank] = right
-        return found
+        return found, scores
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ from typing import Any
 from tests.unit.spec_plan_cases import decide
 from trtspec.build.cache_key import in_graphs
 from trtspec.config.speculation_plan import SpeculationPlan
+from trtspec.config.tree import DynamicTree
 from trtspec.methods.ngram.options import NGramOptions
 from trtspec.modes import SpeculativeDecodingMode
 
 OTHER: dict[str, Any] = {
     "speculative_token_tree": ((0,),),
+    "dynamic_tree": DynamicTree(3, 8, 2),
     "mode": SpeculativeDecodingMode.EAGLE,
     "num_speculative_tokens": 5,
     "chooses_draft_len": True,

@@ -122,6 +122,8 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "synthetic_acceptance_length": ({**DRAFTED, **SYNTHETIC}, 2.5),
     "draft_sample_method": (DRAFTED, "probabilistic"),
     "speculative_token_tree": (EAGLE3, TREE),
+    "max_total_draft_tokens": ({**EAGLE3, "dynamic_tree_max_topK": 2}, 5),
+    "dynamic_tree_max_topK": ({**EAGLE3, "max_total_draft_tokens": 6}, 3),
     "use_heterogeneous_vocab": (DRAFTED, True),
     "draft_confidence_threshold": (DSPARK, 0.5),
     "parallel_drafting": (DRAFTED, True),
@@ -134,6 +136,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 # Base configs for the fields whose rest is not a valid config without the field.
 ALONE = {
+    "max_total_draft_tokens": EAGLE3,
     "acceptance_window": DRAFTED,
     "acceptance_length_threshold": DRAFTED,
     "synthetic_acceptance_rates": DRAFTED,

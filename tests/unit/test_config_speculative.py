@@ -40,7 +40,8 @@ def test_defaults() -> None:
                 "num_speculative_tokens_per_batch_size max_concurrency acceptance_window "
                 "acceptance_length_threshold prompt_lookup_min prompt_lookup_max rejection_sample_method "
                 "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method is_public_pool "
-                "speculative_token_tree capture_layers output_directory drafter draft_confidence_threshold"
+                "speculative_token_tree capture_layers output_directory drafter draft_confidence_threshold "
+                "max_total_draft_tokens dynamic_tree_max_topK"
             )
         ),
         **dict.fromkeys(
@@ -73,6 +74,11 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
         ({"num_speculative_tokens": True}, r"num_speculative_tokens=True: .*valid integer"),
         ({"num_speculative_tokens": "3"}, r"num_speculative_tokens='3': .*valid integer"),
         ({"num_speculative_tokens": "most"}, r"num_speculative_tokens='most': .*valid integer .*'auto': as many as"),
+        (
+            {"max_total_draft_tokens": 4, "speculative_token_tree": "[(0,)]"},
+            r"has one shape, and a tree of max_total_draft_tokens=4 nodes has many; leave one of them unset",
+        ),
+        ({"dynamic_tree_max_topK": 4}, r"dynamic_tree_max_topK=4 is of .*; set max_total_draft_tokens"),
         (
             {"num_speculative_tokens": "auto", "speculative_token_tree": "[(0,)]"},
             r"speculative_token_tree='\[\(0,\)\]' has one size, .*'auto' has none; leave one of them unset",

@@ -261,8 +261,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
         ),
         (Eagle3DecodingConfig(greedy_sampling=False), r"greedy_sampling=False is not built yet; leave it True"),
         (Eagle3DecodingConfig(posterior_threshold=0.1), r"posterior_threshold=0.1 is not built yet; leave it unset"),
-        (Eagle3DecodingConfig(use_dynamic_tree=True), r"use_dynamic_tree=True is not built yet; leave it False"),
-        (Eagle3DecodingConfig(dynamic_tree_max_topK=4), r"dynamic_tree_max_topK=4 is not built yet; use 1"),
         (Eagle3DecodingConfig(num_eagle_layers=2), r"num_eagle_layers=2 is not built yet; leave it unset"),
         (Eagle3DecodingConfig(max_non_leaves_per_layer=2), r"max_non_leaves_per_layer=2 is not built yet"),
         (
@@ -373,3 +371,26 @@ def test_dynamic_tree_sizes_that_fit(total: int) -> None:
 def test_from_dict_refuses_an_unknown_type() -> None:
     with pytest.raises(ConfigError, match=r"decoding_type='Lookahead' is unknown; use one of Eagle3, MTP"):
         read_speculative_config({"decoding_type": "Lookahead"})
+
+
+def test_a_dynamic_tree() -> None:
+    eagle = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 3, "speculative_model": "/e"}
+    config = Eagle3DecodingConfig(**eagle).to_speculative_config()
+    assert (config.max_total_draft_tokens, config.dynamic_tree_max_topK, config.num_speculative_tokens) == (6, 2, 3)
+    assert Eagle3DecodingConfig(**eagle, max_total_draft_tokens=4).to_speculative_config().max_total_draft_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"dynamic_tree_max_topK": 4, "max_draft_len": 3}, "dynamic_tree_max_topK=4 without use_dynamic_tree"),
+        ({"use_dynamic_tree": True, "max_draft_len": 3}, "dynamic_tree_max_topK=None, .*; set the first two"),
+        (
+            {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 1, "eagle_choices": [[0]]},
+            "and not the last",
+        ),
+    ],
+)
+def test_a_dynamic_tree_that_is_half_described(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Eagle3DecodingConfig(**fields).to_speculative_config()

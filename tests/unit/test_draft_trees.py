@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from trtspec.config.tree import DraftTree, chain, parse_tree
 from trtspec.core import SamplingTensors
-from trtspec.methods.draw import draw_children, draw_drafts
+from trtspec.methods.draw import draw_children, draw_drafts, process
 from trtspec.methods.tree import accept_path
 from trtspec.ops import spec_accept
+from trtspec.ops.sample import noise_of
 from trtspec.sampling_params import RequestSampling, SamplingParams
 from trtspec.verify.grammar import Guide
 
@@ -126,20 +127,25 @@ def test_children_are_the_largest_of_logits_plus_noise() -> None:
     rows = sampling(SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=0.5))
     ids = torch.arange(VOCAB)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
-    children = draw_children(logits, rows, ids, ids, VOCAB)
+    children, scores = draw_children(logits, rows, ids, ids, VOCAB)
     assert children.sort(1).values.equal(ids.expand(3, -1))
     assert children[0].equal(logits[0].argsort(descending=True))
     left = logits.clone()
     for i in range(VOCAB - 1):
         expected = draw_drafts(left, rows, ids, ids)
         assert children[:, i].equal(expected)
+        value = process(logits, rows).gather(1, expected[:, None])[:, 0]
+        noise = noise_of(rows.seeds, rows.positions, expected[:, None])[:, 0]
+        assert scores[:, i].equal(torch.where(rows.greedy, value, value + noise))
         left.scatter_(1, expected[:, None], -1e9)
 
 
 def test_what_a_filter_removes_is_no_child() -> None:
     rows = sampling(SamplingParams(temperature=1.0, top_k=2))
     ids, logits = torch.arange(VOCAB), torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]])
-    children = draw_children(logits, rows, ids, ids, 4)[0].tolist()
+    found, scores = draw_children(logits, rows, ids, ids, 4)
+    [children] = found.tolist()
+    assert scores[0].isinf().tolist() == [False, False, True, True]
     assert set(children[:2]) == {1, 3}
     assert children[2:] == children[:1] * 2, "the first one is repeated, and is never accepted twice"
 
@@ -147,7 +153,7 @@ def test_what_a_filter_removes_is_no_child() -> None:
 def test_children_have_ids_of_the_target() -> None:
     target_ids, draft_ids = torch.tensor([1, 4, 6]), torch.tensor([-1, 0, -1, -1, 1, -1, 2, -1])
     rows = sampling(SamplingParams(temperature=0.0))
-    assert draw_children(torch.tensor([[1.0, 3.0, 2.0]]), rows, target_ids, draft_ids, 3).tolist() == [[4, 6, 1]]
+    assert draw_children(torch.tensor([[1.0, 3.0, 2.0]]), rows, target_ids, draft_ids, 3)[0].tolist() == [[4, 6, 1]]
 
 
 # --- grammar ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from trtspec.backends.graph_io import (
     step_inputs,
     step_outputs,
 )
-from trtspec.config.tree import DraftTree
+from trtspec.config.tree import DraftTree, DynamicTree
 from trtspec.core import (
     AttnMetadata,
     LogitConstraints,
@@ -71,7 +71,9 @@ def test_a_batch_has_what_the_rows_say() -> None:
     example = example_batch(K, 4, words=4)
     states = torch.zeros(example.input_ids.shape[0], WIDTH)
     tables = example.attn.block_tables[None].repeat(2, 1, 1)
+    parents = torch.full_like(example.spec.draft_tokens, -1)
     example = replace(example, hidden_states=states, attn=replace(example.attn, group_tables=tables))
+    example = replace(example, spec=replace(example.spec, draft_parents=parents))
     sizes: dict[str, int] = {"0": 0, "K": K, "width": WIDTH, "B": B, "G": 2, "R": 2 + 2 * (K + 1)}
     for name, tensor in graph_inputs(example, tuple(INPUTS)).items():
         row = INPUTS[name]
@@ -85,7 +87,8 @@ def test_a_batch_has_what_the_rows_say() -> None:
 
 def test_what_is_read_is_written_back() -> None:
     example = example_batch(K, 4, words=4)
-    names = [name for name, row in INPUTS.items() if row.taker not in ("groups", "hidden states", "layers", "linear")]
+    rare = ("groups", "hidden states", "trees", "layers", "linear")
+    names = [name for name, row in INPUTS.items() if row.taker not in rare]
     tensors = graph_inputs(example, names)
     again = graph_inputs(step_inputs(tensors, K), names)
     assert all(torch.equal(tensors[name], again[name]) for name in names)
@@ -151,6 +154,9 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     torch.nn.Module.__init__(step)
     step._hidden_width = WIDTH
     step._tree = None
+    if kind in (OneEngineStep, HeadStep):
+        step.worker = torch.nn.Module()
+        step.worker.tree = None
     states = ("hidden_states",) if kind is HeadStep else ()
     verified = VERIFIED if kind is OneEngineStep else ()
     sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
@@ -160,8 +166,7 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     known = {*FIRST[3:], *VERIFIED[:3], "positions"}
     assert input_names(step, uniform=True) == tuple(name for name in input_names(step) if name not in known)
     if kind is OneEngineStep:
-        step.worker = torch.nn.Module()
-        step.worker.tree = TreeTables(DraftTree(((0,), (1,))))
+        step.worker.tree = TreeTables.of(DraftTree(((0,), (1,))))
         assert output_names(step) == (*GIVEN[kind][:3], "path", *GIVEN[kind][3:])
         step.worker.tree = None
     assert output_names(step) == GIVEN[kind]
@@ -172,9 +177,12 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
 def test_a_target_with_a_tree_accepts_drafts(kind: type[Step]) -> None:
     step = kind.__new__(kind)
     torch.nn.Module.__init__(step)
-    step._tree = TreeTables(DraftTree(((0,), (1,))))
+    step._tree = TreeTables.of(DraftTree(((0,), (1,))))
     assert set(input_names(step)) == {"input_ids", *FIRST, *VERIFIED, *tensors_of(SamplingTensors)}
     assert output_names(step) == ("tokens", "new_tokens", "num_tokens", "path", *GIVEN[kind][1:])
+    fixed = input_names(step)
+    step._tree = TreeTables.of(DynamicTree(depth=2, num_nodes=4))
+    assert set(input_names(step)) - set(fixed) == {"draft_parents"}
 
 
 def test_outputs_are_read_back_and_cut_to_the_drafts_that_were_asked_for() -> None:

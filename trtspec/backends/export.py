@@ -109,7 +109,11 @@ def example_for(
     """
     if step.verifies_drafts or not step.makes_drafts:
         words = max(4, -(-step.vocab_size // 32))  # of a small vocabulary more than it has, as sizes must differ
-        return example_batch(draft_len, block_size, uniform, words if constraints else 0)
+        example = example_batch(draft_len, block_size, uniform, words if constraints else 0)
+        if step.takes_trees:
+            chains = torch.arange(-1, draft_len - 1).expand(2, draft_len).contiguous()
+            example = replace(example, spec=replace(example.spec, draft_parents=chains))
+        return example
     example = example_batch(0, block_size)
     states = step.like.new_zeros(example.input_ids.shape[0], step.hidden_width) if step.hidden_width else None
     return replace(example, spec=replace(example.spec, next_draft_len=draft_len), hidden_states=states)

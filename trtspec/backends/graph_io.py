@@ -26,18 +26,20 @@ from trtspec.core import (
 )
 from trtspec.methods.step import Step
 
-Taker = Literal["all", "hidden states", "groups", "verifies", "constraints", "layers", "linear"]
+Taker = Literal["all", "hidden states", "groups", "verifies", "trees", "constraints", "layers", "linear"]
 """The graphs that take an input.
 
 "all": every graph of a step. "hidden states": graphs of steps that take hidden states. "groups": of steps whose KV
-layers are in several groups. "verifies": of steps that verify drafts. "constraints": graphs that draw for requests with
-constraints. "layers": graphs of layers alone. "linear": graphs with linear caches (tensorrt/native.py).
+layers are in several groups. "verifies": of steps that verify drafts. "trees": of steps that verify trees of any
+shape. "constraints": graphs that draw for requests with constraints. "layers": graphs of layers alone. "linear": graphs
+with linear caches (tensorrt/native.py).
 """
 
-Giver = Literal["draws", "verifies", "trees", "makes", "goes on", "hidden states", "constraints"]
+Giver = Literal["draws", "verifies", "trees", "makes", "shapes", "goes on", "hidden states", "constraints"]
 """The graphs that have an output.
 
-They draw, verify drafts, make drafts, do both ("goes on"), return hidden states or take constraints.
+They draw, verify drafts, make drafts, shape trees, verify and make drafts ("goes on"), return hidden states or take
+constraints.
 """
 
 User = Literal["", "sampled", "filtered", "bans", "constraints"]
@@ -127,6 +129,7 @@ INPUTS = {
         GraphInput("spec.seq_lens", ("B",), _i32, known_if_uniform=True),
         GraphInput("spec.gather_ids", ("R",), _i64, known_if_uniform=True),
         GraphInput("spec.draft_tokens", ("G", "K"), _i64, taker="verifies", known_if_uniform=True),
+        GraphInput("spec.draft_parents", ("G", "K"), _i64, fill=-1, taker="trees"),
         GraphInput("spec.draft_lens", ("B",), _i32, taker="verifies", known_if_uniform=True),
         GraphInput("spec.next_prompt_token", ("B",), _i64, values=(-1, "id"), taker="verifies", known_if_uniform=True),
         GraphInput("spec.forced_accept", ("B",), _i32, fill=-1, taker="verifies"),
@@ -157,6 +160,7 @@ OUTPUTS = {
         GraphOutput("num_tokens", "verdict.num_tokens", ("B",), _i64, "verifies"),
         GraphOutput("path", "verdict.path", ("B", "K + 1"), _i64, "trees"),
         GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", extra_columns=0),
+        GraphOutput("next_draft_parents", "proposal.draft_parents", ("B", "K"), _i64, "shapes", extra_columns=0),
         GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
         GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "goes on", extra_columns=1),
         GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "goes on"),
@@ -176,6 +180,7 @@ def input_names(step: Step, uniform: bool = False, grouped: bool = False, constr
         "hidden states": step.hidden_width > 0,
         "groups": grouped,
         "verifies": step.verifies_drafts,
+        "trees": step.takes_trees,
         "constraints": constraints,
         "layers": False,
         "linear": False,  # TensorRT's network gets it in addition to those of the step's graph
@@ -195,6 +200,7 @@ def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
         "verifies": step.verifies_drafts,
         "trees": step.tree is not None,
         "makes": step.makes_drafts,
+        "shapes": step.shapes_trees,
         "goes on": step.verifies_drafts and step.makes_drafts,
         "hidden states": step.gives_hidden_states,
         "constraints": constraints,

@@ -111,7 +111,7 @@ def stamp(file: Path) -> Stamp:
 def checkpoint_files(context: BuildContext) -> dict[str, list[Path]]:
     """All files that are read of the checkpoints, by role. CheckpointError if weights are missing."""
     models: dict[str, Path] = {"target": context.target.path}
-    if context.mode.shapes_graphs() and context.draft is not None:
+    if context.shapes_graphs and context.draft is not None:
         models["draft"] = context.draft.path
     found = {}
     for role, folder in models.items():
@@ -169,13 +169,13 @@ def source_digest() -> str:
 
 def in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
     """Settings of speculation that graphs depend on; all others apply at run time."""
-    if spec_plan is None or not spec_plan.mode.shapes_graphs():
+    if spec_plan is None or not spec_plan.shapes_graphs:
         return None
     drafts = spec_plan.mode.use_one_engine() or spec_plan.mode.has_draft_model()
     return {
         "mode": spec_plan.mode.name,
         "draft_lens": sorted(scheduled_draft_lens(spec_plan)),
-        "tree": None if spec_plan.tree is None else spec_plan.tree.paths,
+        "tree": None if spec_plan.tree is None else asdict(spec_plan.tree),
         "quantization": spec_plan.quantization,
         "capture_layers": spec_plan.capture_layers,
         "mask_token_id": spec_plan.mask_token_id,

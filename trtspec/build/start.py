@@ -161,7 +161,7 @@ def _compiled(
         if _is_full(error, cache.folder.parent):
             raise _full(cache.folder) from error
         raise _unusable(f" {cache.folder}", error) from error
-    if context.mode.shapes_graphs():
+    if context.shapes_graphs:
         assert speculative is not None
         assert context.spec_plan is not None
         words = speculative.model_copy(update={"method": context.spec_plan.method})
@@ -207,7 +207,7 @@ class _Build:
             raise _full(folder, f"has {free / 1e9:.2f} GB free, and the engine takes {needed / 1e9:.2f} GB")
         # Limits are not compiled in: the engine is built for the longest sequences, and each start sets its own limits.
         config = replace(context.config, backend=USUAL_COMPILER, max_seq_len=None, max_input_len=None)
-        in_graphs = self.speculative if context.mode.shapes_graphs() else None
+        in_graphs = self.speculative if context.shapes_graphs else None
         mode = "plain decoding" if in_graphs is None else context.mode.name
         self.progress(f"compiling {context.target.path} for {mode} (once; kept in {folder})")
         start = time.perf_counter()

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trtspec.config.checkpoint.folder import CheckpointConfig
-from trtspec.config.tree import DraftTree, chain
+from trtspec.config.tree import DraftTree, DynamicTree, Tree, chain
 from trtspec.modes import SpeculativeDecodingMode
 
 
@@ -59,6 +59,7 @@ class SpeculationPlan:
     disable_logprobs: bool  # True: requests that ask for logprobs are refused
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
+    dynamic_tree: DynamicTree | None = None  # limits of trees that each step shapes; None = speculative_token_tree
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     draft_confidence_threshold: float | None  # drafts less likely to be accepted are not verified; None: all are
     capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured
@@ -73,8 +74,10 @@ class SpeculationPlan:
     max_num_tokens: int | None
 
     @cached_property
-    def tree(self) -> DraftTree | None:
+    def tree(self) -> Tree | None:
         """The tree of a step's drafts; None = a chain."""
+        if self.dynamic_tree is not None:
+            return self.dynamic_tree
         is_chain = self.speculative_token_tree == chain(self.num_speculative_tokens)
         return None if is_chain else DraftTree(self.speculative_token_tree)
 
@@ -88,10 +91,15 @@ class SpeculationPlan:
         return depth if self.tree is None else self.tree.within(depth)
 
     @property
+    def shapes_graphs(self) -> bool:
+        """Whether what is compiled differs from plain decoding."""
+        return self.mode.shapes_graphs() or self.tree is not None
+
+    @property
     def rows_ahead(self) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""
         ahead = self.mode.rows_ahead(self.num_speculative_tokens)
-        return ahead if self.tree is None else max(ahead, len(self.tree.inner) + 1)
+        return ahead if self.tree is None else max(ahead, self.tree.draft_rows + 1)
 
     @property
     def branch_rows(self) -> int:
@@ -111,7 +119,7 @@ class SpeculationPlan:
         """
         if self.tree is None:
             return max(self.num_speculative_tokens - 1, 0)
-        return max(self.max_total_draft_tokens - self.num_speculative_tokens, len(self.tree.inner))
+        return max(self.max_total_draft_tokens - self.num_speculative_tokens, self.tree.draft_rows)
 
 
 def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:

@@ -185,6 +185,12 @@ class SpeculativeConfig(StrictConfig):
         None
     )
     speculative_token_tree: Annotated[str, AfterValidator(_tree)] | None = None
+    max_total_draft_tokens: int | None = Field(
+        default=None, ge=1, description="nodes of a draft tree that each step shapes; None: no such tree"
+    )
+    dynamic_tree_max_topK: int | None = Field(
+        default=None, ge=1, description="children of a node, and nodes of a depth that have any, in such a tree"
+    )
     use_heterogeneous_vocab: bool = Field(
         default=False, description="the draft model has a tokenizer of its own; the tokens of both are drafted"
     )
@@ -242,6 +248,16 @@ class SpeculativeConfig(StrictConfig):
             raise ConfigError("drafter=None with method='custom_class'; set drafter='module:Class' or an object")
         if self.method == "extract_hidden_states" and self.output_directory is None:
             raise ConfigError("output_directory=None with method='extract_hidden_states'; set it to a folder")
+        if self.speculative_token_tree is not None and self.max_total_draft_tokens is not None:
+            raise ConfigError(
+                f"speculative_token_tree={self.speculative_token_tree!r} has one shape, and a tree of "
+                f"max_total_draft_tokens={self.max_total_draft_tokens} nodes has many; leave one of them unset"
+            )
+        if self.dynamic_tree_max_topK is not None and self.max_total_draft_tokens is None:
+            raise ConfigError(
+                f"dynamic_tree_max_topK={self.dynamic_tree_max_topK} is of trees whose number of nodes is missing; set "
+                "max_total_draft_tokens"
+            )
         if isinstance(self.draft_depth, int):
             check_against_k(self, self.draft_depth)
         elif self.num_speculative_tokens is not None and self.speculative_token_tree is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,6 +60,16 @@ class DraftTree:
         """Nodes that have children."""
         return tuple(sorted({parent for parent in self.parents if parent >= 0}))
 
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes: N."""
+        return len(self.paths)
+
+    @property
+    def draft_rows(self) -> int:
+        """Number of KV rows that one drafting writes: those of nodes that have children. P."""
+        return len(self.inner)
+
     def within(self, depth: int) -> int:
         """Number of nodes of at most this depth; they come first."""
         return sum(one <= depth for one in self.depths)
@@ -66,3 +77,46 @@ class DraftTree:
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child to `node`; none for the root, -1."""
         return [] if node < 0 else [*self.path(self.parents[node]), node]
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Limits of draft trees whose shape each step chooses for each request.
+
+    A tree has at most `num_nodes` nodes (N) and the depth `depth` (K). Its nodes are in an order in which parents come
+    first, the most likely ones early. top_k: number of nodes of each depth of which a model guesses children, and of
+    children of each; 0 = a drafter on the host makes the trees.
+    """
+
+    depth: int
+    num_nodes: int
+    top_k: int = 0
+
+    @property
+    def draft_rows(self) -> int:
+        """Number of KV rows that one drafting writes: `top_k` for each depth but the last."""
+        return self.top_k * (self.depth - 1)
+
+    def within(self, depth: int) -> int:
+        """Largest number of nodes of a tree of this depth."""
+        if depth <= 0:
+            return 0
+        most = self.top_k + (depth - 1) * self.top_k**2 if self.top_k else self.num_nodes
+        return min(self.num_nodes, most)
+
+    def depth_of(self, num_nodes: int) -> int:
+        """Depth of the trees that a step makes if it is to make `num_nodes` nodes."""
+        if num_nodes >= self.num_nodes:
+            return self.depth
+        return next(depth for depth in range(self.depth + 1) if self.within(depth) >= num_nodes)
+
+
+Tree = DraftTree | DynamicTree
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each node, 1 for children of the root. parents: the node before each node, -1 = the root."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from trtspec.carry import Carry
-from trtspec.config.tree import DraftTree
+from trtspec.config.tree import DynamicTree, Tree
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.scheduler import Batch
@@ -38,6 +38,7 @@ class _Layout:
     owners: np.ndarray  # [R] request of each logits row
     back: np.ndarray  # [R] position of the token it draws, relative to its request's kv_len: <= 0
     draft_rows: np.ndarray  # [G, K] packed row of each draft; past the draft_len, the last one again
+    shapes_trees: bool  # the drafts of each request are a tree of their own
     frames: list[_Frame] = field(default_factory=list)  # at most two; the second is that of the last step
 
     def next_frame(self) -> _Frame:
@@ -58,6 +59,7 @@ class _Frame:
         self.input_ids = np.empty(layout.cu_q_lens.numpy()[-1], dtype=np.int64)
         self.kv_lens = np.empty(B, dtype=np.int32)
         self.draft_tokens = np.empty(layout.draft_rows.shape, dtype=np.int64)
+        self.draft_parents = np.full(layout.draft_rows.shape if layout.shapes_trees else (0, 0), -1, dtype=np.int64)
         self.positions = np.empty(spec.gather_ids.shape[0], dtype=np.int64)
         self.next_prompt_token = np.full(B, -1, dtype=np.int64)
         self.tables = np.empty((B, 0), dtype=np.int32)
@@ -67,6 +69,7 @@ class _Frame:
         spec = replace(
             spec,
             draft_tokens=tensor(self.draft_tokens),
+            draft_parents=tensor(self.draft_parents) if layout.shapes_trees else None,
             next_prompt_token=tensor(self.next_prompt_token),
             sampling=replace(spec.sampling, positions=tensor(self.positions)),
         )
@@ -100,6 +103,10 @@ class _Frame:
         self.stale = False
         self.input_ids[:] = ids
         self.kv_lens[:] = ends
+        if self.layout.shapes_trees:
+            generations = [row for row in batch if not row.is_context]
+            for parents, (request, _, num_drafts, _) in zip(self.draft_parents, generations, strict=True):
+                parents[:num_drafts] = request.draft_parents[:num_drafts]
         self.input_ids.take(self.layout.draft_rows, out=self.draft_tokens)
         np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
         return self._changed()
@@ -173,7 +180,7 @@ class InputBuilder:
         max_draft_len: int,
         forced_accept: int,
         graph_draft_lens: Sequence[int] = (),
-        tree: DraftTree | None = None,
+        tree: Tree | None = None,
     ) -> None:
         self.mode = mode
         self.max_draft_len = max_draft_len
@@ -233,6 +240,7 @@ class InputBuilder:
         return layout
 
     def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
+        shapes_trees = isinstance(self.tree, DynamicTree)
         B, C = len(batch), sum([row.is_context for row in batch])
         num_rows = np.array([row.num_rows for row in batch], dtype=np.int32)
         draft_lens = np.array([row.draft_len for row in batch], dtype=np.int32)
@@ -258,10 +266,11 @@ class InputBuilder:
             next_draft_len=next_draft_len,
             is_uniform=bool(C == 0 and (draft_lens == K).all()),
             is_spec_dec_tree=self.tree is not None,
+            is_spec_dec_dynamic_tree=shapes_trees,
         )
         missing = np.minimum(np.arange(1, K + 1) - draft_lens[C:, None], 0)
         draft_rows = cu_q_lens[C + 1 :, None] - 1 + missing
-        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows)
+        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows, shapes_trees)
 
 
 _KEPT = 8  # layouts; one request has K + 1 of them

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtspec.config.tree import DraftTree
+from trtspec.config.tree import DraftTree, Tree
 from trtspec.core import LogitConstraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
@@ -33,7 +33,7 @@ class _Row(NamedTuple):
     drafts: Sequence[int] = ()
 
 
-def logit_constraints(batch: Batch, tree: DraftTree | None = None) -> LogitConstraints | None:
+def logit_constraints(batch: Batch, tree: Tree | None = None) -> LogitConstraints | None:
     """The constraints of the R logits rows of a step. None: no request has any, or wants log-probabilities.
 
     tree: the shape of the drafts; None = chains.
@@ -43,13 +43,20 @@ def logit_constraints(batch: Batch, tree: DraftTree | None = None) -> LogitConst
     rows = [_Row(row.request, row.end) for row in batch if row.is_context]
     for request, _, num_drafts, is_context in batch:
         if not is_context:
-            for j in range(num_drafts + 1):
-                path = range(j) if tree is None else tree.path(j - 1)
-                drafts = [request.drafts[node] for node in path]
-                rows.append(_Row(request, len(request.tokens) + len(drafts), drafts))
+            before: list[list[int]] = [[]]  # of each row, the drafts before it
+            for draft, parent in zip(request.drafts[:num_drafts], parents_of(request, tree), strict=False):
+                before.append([*before[parent + 1], draft])
+            rows += [_Row(request, len(request.tokens) + len(drafts), drafts) for drafts in before]
     history, prompt_lens, penalties = _penalties(rows)
     bias_ids, bias_values = _biases(rows)
     return LogitConstraints(history, prompt_lens, penalties, bias_ids, bias_values, _mask(batch, tree))
+
+
+def parents_of(request: Request, tree: Tree | None) -> Sequence[int]:
+    """The draft before each of the request's drafts, -1 = the last token. There may be more of them than drafts."""
+    if tree is None:
+        return range(-1, len(request.drafts) - 1)
+    return tree.parents if isinstance(tree, DraftTree) else request.draft_parents
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +92,7 @@ def _biases(rows: Sequence[_Row]) -> tuple[Tensor, Tensor]:
     return torch.tensor(ids, dtype=torch.int32).view(shape), torch.tensor(values, dtype=torch.float32).view(shape)
 
 
-def _mask(batch: Batch, tree: DraftTree | None) -> Tensor:
+def _mask(batch: Batch, tree: Tree | None) -> Tensor:
     """allow_mask [R, ceil(V/32)] int32. Rows of a request without a guide, and those of no use, allow everything."""
     num_words = max(0 if row.request.guide is None else row.request.guide.num_words for row in batch)
     if num_words == 0:
@@ -95,5 +102,5 @@ def _mask(batch: Batch, tree: DraftTree | None) -> Tensor:
     for row, part in zip(batch, torch.split(mask, sizes), strict=True):
         if row.request.guide is not None and row.emits:
             drafts = [] if row.is_context else row.request.drafts[: row.draft_len]
-            row.request.guide.fill(part, drafts, None if tree is None else tree.parents)
+            row.request.guide.fill(part, drafts, parents_of(row.request, tree))
     return mask

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
+from trtspec.config.tree import node_depths
 from trtspec.core import Proposal
 from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.request import Request
@@ -95,7 +96,8 @@ class Proposer:
         """
         if self.speculation is None or not requests:
             return
-        lengths = self._draft_lens(requests, scheduler)
+        depths = [self._depth_limit(request, scheduler) for request in requests]
+        lengths = [self._draft_len(*one, scheduler) for one in zip(requests, depths, strict=True)]
         if self.drafter is not None:
             if self.states is not None:
                 for request in requests:
@@ -103,7 +105,7 @@ class Proposer:
                         self.states.forget(request)
             if self.chooser is not None and not self.chooser.looks_up:
                 lengths = [min(length, self.chooser.made) for length in lengths]
-            self._ask([(request, length) for request, length in zip(requests, lengths, strict=True) if length > 0])
+            self._ask([one for one in zip(requests, lengths, depths, strict=True) if one[1] > 0])
         else:
             for request, length in zip(requests, lengths, strict=True):
                 if length > 0 and request.kv.draft_kv_len < request.kv.committed:
@@ -111,6 +113,9 @@ class Proposer:
                     request.drafts = []
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
+        if self.shapes_trees:
+            for request, depth in zip(requests, depths, strict=True):
+                _keep_within(request, depth)
         if self.chooser is not None:
             drafting = [request for request in requests if request.drafts]
             drafts = [(request.request_id, len(request.drafts)) for request in drafting]
@@ -120,7 +125,7 @@ class Proposer:
     def read_in(self, requests: Sequence[Request]) -> None:
         """Compute draft KV for prompts whose prefill goes on in the next step. Their states need not be kept then."""
         if self.states is not None:
-            self._ask([(request, 0) for request in requests])
+            self._ask([(request, 0, 0) for request in requests])
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
@@ -140,21 +145,23 @@ class Proposer:
                     error,
                 )
 
-    def _draft_lens(self, requests: Sequence[Request], scheduler: Scheduler) -> list[int]:
-        """Number of drafts that each request wants and can use: within context, length limit and reserved blocks."""
-        K, block_size = self.draft_len(scheduler), scheduler.allocator.block_size
-        lengths = []
-        for request in requests:
-            length = len(request.tokens)
-            if request.speculates:
-                reserved = len(request.kv.blocks) * block_size
-                here = self._in_context(length, K, scheduler)
-                end = request.length_limit - length - 1
-                here = self.num_drafts(max(min(here, request.max_draft_len, end), 0))
-                lengths.append(min(here, reserved - length + 1))
-            else:
-                lengths.append(0)
-        return lengths
+    @property
+    def shapes_trees(self) -> bool:
+        """Whether the drafts of each request are a tree of their own."""
+        return self.speculation is not None and self.speculation.dynamic_tree is not None
+
+    def _depth_limit(self, request: Request, scheduler: Scheduler) -> int:
+        """Number of tokens that drafts may be ahead: within the drafter's context and the request's limits."""
+        if not request.speculates:
+            return 0
+        length = len(request.tokens)
+        here = self._in_context(length, self.draft_len(scheduler), scheduler)
+        return max(min(here, request.max_draft_len, request.length_limit - length - 1), 0)
+
+    def _draft_len(self, request: Request, depth: int, scheduler: Scheduler) -> int:
+        """Number of drafts at most `depth` tokens ahead for which the request has blocks."""
+        reserved = len(request.kv.blocks) * scheduler.allocator.block_size
+        return min(self.num_drafts(depth), reserved - len(request.tokens) + 1)
 
     def num_drafts(self, depth: int) -> int:
         """Number of drafts that are at most `depth` tokens ahead."""
@@ -170,18 +177,21 @@ class Proposer:
             return K if length <= self.longest(scheduler) else 0
         return max(min(K, self.speculation.max_model_len - length - 1), 0)
 
-    def _ask(self, asked: list[tuple[Request, int]]) -> None:
-        """Call the drafter once for all requests.
+    def _ask(self, asked: list[tuple[Request, int, int]]) -> None:
+        """Call the drafter once for all requests, each with its number of drafts and the depth of a tree of them.
 
         If that fails, call it once for each request, with the same questions. A request that fails again is to blame,
         and goes on without speculation.
         """
         if self.states is not None:
-            asked = [(request, length) for request, length in asked if self._can_be_read(request)]
+            asked = [one for one in asked if self._can_be_read(one[0])]
         if not asked:
             return
         assert self.drafter is not None
-        questions = tuple(_question(request, length, self._unread(request)) for request, length in asked)
+        questions = tuple(
+            _question(request, length, depth if self.shapes_trees else None, self._unread(request))
+            for request, length, depth in asked
+        )
         try:
             answers = _checked(self.drafter.propose(questions), questions, self.vocab_size)
         except DeviceError:
@@ -193,11 +203,11 @@ class Proposer:
                 return
             for one in asked:
                 self._ask([one])
-            if all(request.speculates for request, _ in asked):
+            if all(request.speculates for request, *_ in asked):
                 self._blame_nobody(error, len(asked))
             return
-        for (request, _), (drafts, kv_len) in zip(asked, answers, strict=True):
-            request.drafts = drafts
+        for (request, *_), (drafts, parents, kv_len) in zip(asked, answers, strict=True):
+            request.drafts, request.draft_parents = drafts, parents
             request.kv.draft_kv_len = kv_len
             if self.states is not None:
                 self.states.drop(request, kv_len)
@@ -276,7 +286,7 @@ class _Shown(Sequence[int]):
         return repr(self._items)
 
 
-def _question(request: Request, length: int, states: Tensor | None) -> DraftRequest:
+def _question(request: Request, length: int, depth: int | None, states: Tensor | None) -> DraftRequest:
     return DraftRequest(
         request_id=request.request_id,
         tokens=_Shown(request.tokens),
@@ -286,11 +296,27 @@ def _question(request: Request, length: int, states: Tensor | None) -> DraftRequ
         draft_kv_len=request.kv.draft_kv_len,
         hidden_states=states,
         prompt_len=request.prompt_len,
+        max_depth=depth,
     )
 
 
-def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: int) -> list[tuple[list[int], int]]:
-    """Drafts and valid draft KV rows of each request. EngineError says what is wrong with the proposal."""
+def _keep_within(request: Request, depth: int) -> None:
+    """Drop the drafts of a request's tree that are more than `depth` tokens ahead."""
+    parents = request.draft_parents[: len(request.drafts)]
+    kept = [node for node, one in enumerate(node_depths(parents)) if one <= depth]
+    if len(kept) < len(request.drafts):
+        place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
+        request.drafts = [request.drafts[node] for node in kept]
+        request.draft_parents = [place[parents[node]] for node in kept]
+
+
+def _checked(
+    proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: int
+) -> list[tuple[list[int], Sequence[int], int]]:
+    """Drafts, the parents of each, and valid draft KV rows of each request.
+
+    EngineError says what is wrong with the proposal.
+    """
     if not isinstance(proposal, Proposal):
         raise EngineError(f"propose() returned a {type(proposal).__name__}; it is to return a trtspec.core.Proposal")
     B = len(questions)
@@ -299,8 +325,13 @@ def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: 
     kv_lens = [question.draft_kv_len for question in questions]
     if proposal.draft_kv_lens is not None:
         kv_lens = _integers("draft_kv_lens", proposal.draft_kv_lens, B).tolist()
+    shapes: list[Sequence[int]] = [range(-1, len(row) - 1) for row in tokens]
+    if proposal.draft_parents is not None:
+        if questions[0].max_depth is None:
+            raise EngineError("the drafter gave draft_parents; leave them unset, as this engine verifies chains")
+        shapes = _integers("draft_parents", proposal.draft_parents, B, dims=2).tolist()
     answers = []
-    for row, length, kv_len, question in zip(tokens, lengths, kv_lens, questions, strict=True):
+    for row, shape, length, kv_len, question in zip(tokens, shapes, lengths, kv_lens, questions, strict=True):
         most = min(question.max_draft_len, len(row))
         if not 0 <= length <= most:
             raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{most}")
@@ -310,7 +341,12 @@ def _checked(proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: 
         known = len(question.tokens) + length
         if not 0 <= kv_len <= known:
             raise EngineError(f"the drafter gave draft_kv_len {kv_len}; allowed are 0..{known}")
-        answers.append((drafts, kv_len))
+        parents = shape[:length]
+        if len(parents) < length or any(not -1 <= parent < node for node, parent in enumerate(parents)):
+            raise EngineError(
+                f"the drafter gave draft_parents {list(parents)} of {length} drafts; a parent comes first"
+            )
+        answers.append((drafts, parents, kv_len))
     return answers
 
 

@@ -37,6 +37,8 @@ class Request:
     kv: SequenceKV = field(default_factory=SequenceKV)
     drafts: list[int] = field(default_factory=list)  # proposal for the next step; never modified in place
     pending: int = 0  # rows in steps that are in flight
+    # where each tree has a shape of its own: the draft before each draft, -1 = the last token
+    draft_parents: Sequence[int] = ()
     pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one
     max_draft_len: int = sys.maxsize  # the request's own limit of drafts per step; K is another
     speculates: bool = True  # False: it wants no drafts, or its drafter failed

@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trtspec.config.tree import node_depths
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import InputBuilder
+from trtspec.engine.constraints import parents_of
 from trtspec.engine.draft_length import Outcome
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
@@ -90,6 +92,9 @@ class StepLoop:
             for row, drawn, count, drafts, row_logits in zip(batch, tokens, counts, made, logits, strict=True)
             if row.request.finish_reason is None
         ]
+        if outputs.proposal is not None and outputs.proposal.draft_parents is not None:
+            for row, parents in zip(batch, outputs.proposal.draft_parents.tolist(), strict=True):
+                row.request.draft_parents = parents
         return emissions if outputs.verdict.path is None else _along_paths(emissions, batch, outputs.verdict.path)
 
     def propose(self, emissions: Sequence[Emission]) -> None:
@@ -183,7 +188,7 @@ class StepLoop:
         """
         request, is_context, draft_len = row.request, row.is_context, len(verified)
         finished = request.finish_reason is not None
-        depth = None if self.input_builder.tree is None else self.depth_of(draft_len)
+        depth = None if self.input_builder.tree is None else self.depth_of(request, draft_len)
         shown = None
         if request.logprobs is not None:
             shown = likely[: len(taken)]
@@ -199,10 +204,16 @@ class StepLoop:
         cut = num_kept - num_drafts
         return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, depth)
 
-    def depth_of(self, num_drafts: int) -> int:
-        """Largest number of tokens that `num_drafts` drafts are ahead: as many as drafts, unless they are a tree."""
+    def depth_of(self, request: Request, num_drafts: int) -> int:
+        """Largest number of tokens that the first drafts are ahead: as many as drafts, unless they are a tree."""
+        parents = parents_of(request, self.input_builder.tree)
+        return max(node_depths(parents[:num_drafts]), default=0)
+
+    @property
+    def max_depth(self) -> int:
+        """Largest number of tokens that any draft is ahead."""
         tree = self.input_builder.tree
-        return num_drafts if tree is None or not num_drafts else tree.depths[num_drafts - 1]
+        return self.input_builder.max_draft_len if tree is None else tree.depth
 
     def remove(self, request: Request) -> None:
         """Free the blocks of a request that has ended, and its state in the drafter."""

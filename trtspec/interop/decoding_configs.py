@@ -114,7 +114,6 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
         "eagle3_model_arch": "leave it 'llama3'",
         "greedy_sampling": "leave it True: requests are sampled as they ask",
         "posterior_threshold": "leave it unset for strict acceptance",
-        "use_dynamic_tree": "leave it False for a chain",
         "num_eagle_layers": "leave it unset: the checkpoint says",
         "max_non_leaves_per_layer": "leave it unset for a chain",
     }
@@ -143,16 +142,28 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
         return self
 
     def _own_fields(self) -> dict[str, Any]:
-        if self.dynamic_tree_max_topK not in (None, 1):
-            raise UnsupportedError(
-                f"Eagle3DecodingConfig.dynamic_tree_max_topK={self.dynamic_tree_max_topK} is not built yet; use 1 (a "
-                "chain)"
-            )
         own = {"one_engine": self.eagle3_one_model, "capture_layers": self.eagle3_layers_to_capture}
-        return own | _tree("eagle_choices", self.eagle_choices, self.max_draft_len)
+        if not self.use_dynamic_tree:
+            if self.dynamic_tree_max_topK not in (None, 1):
+                raise ConfigError(
+                    f"dynamic_tree_max_topK={self.dynamic_tree_max_topK} without use_dynamic_tree; set that to True, "
+                    "or leave both unset for a chain"
+                )
+            return own | _tree("eagle_choices", self.eagle_choices, self.max_draft_len)
+        if self.dynamic_tree_max_topK is None or self.max_draft_len is None or self.eagle_choices is not None:
+            raise ConfigError(
+                f"use_dynamic_tree=True with dynamic_tree_max_topK={self.dynamic_tree_max_topK}, max_draft_len="
+                f"{self.max_draft_len}, eagle_choices={self.eagle_choices}; set the first two and not the last"
+            )
+        return own | {
+            "dynamic_tree_max_topK": self.dynamic_tree_max_topK,
+            "max_total_draft_tokens": self.max_total_draft_tokens or self.dynamic_tree_max_topK * self.max_draft_len,
+        }
 
     @property
     def _num_nodes(self) -> int | None:
+        if self.use_dynamic_tree:
+            return self.max_total_draft_tokens
         return None if self.eagle_choices is None else len(self.eagle_choices)
 
 

@@ -203,6 +203,16 @@ _OWN = {
 
 
 def _tree(fields: FieldMapper, k: int | None) -> dict[str, Any]:
+    nodes, top_k = fields.read("max_total_draft_tokens"), fields.read("dynamic_tree_max_topK")
+    if nodes is not None:
+        if fields.method == "eagle3" and k is not None and top_k is not None and nodes <= top_k * k:
+            return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top_k, "max_total_draft_tokens": nodes}
+        fields.warn(
+            "max_total_draft_tokens",
+            "not written: TensorRT-LLM has such trees for EAGLE3, of at most dynamic_tree_max_topK nodes per depth",
+        )
+        fields.warn_if_set("dynamic_tree_max_topK", "not written: see max_total_draft_tokens")
+        return {}
     text = fields.read("speculative_token_tree")
     if text is None:
         return {}

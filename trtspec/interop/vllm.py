@@ -226,6 +226,8 @@ def _warn_of_layers(fields: FieldMapper) -> None:
 
 
 def _chain_only(fields: FieldMapper) -> None:
+    fields.warn_if_set("max_total_draft_tokens", "not written: vLLM drafts a chain of num_speculative_tokens")
+    fields.warn_if_set("dynamic_tree_max_topK", "not written: see max_total_draft_tokens")
     tree, k = fields.read("speculative_token_tree"), fields.read("num_speculative_tokens")
     if tree is not None and parse_tree(tree) != chain(k if isinstance(k, int) else len(parse_tree(tree)[-1])):
         fields.warn("speculative_token_tree", "not written: vLLM drafts a chain of num_speculative_tokens")

@@ -9,26 +9,34 @@ from torch import Tensor
 
 from trtspec.core import LogitConstraints, SamplingTensors
 from trtspec.ops import process_logits, spec_sample
+from trtspec.ops.sample import noise_of
 
 
 def draw_children(
     logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor, count: int
-) -> Tensor:
-    """Draw `count` different drafts from each row of draft logits [R, Vd] fp32, [R, count] int64 target ids.
+) -> tuple[Tensor, Tensor]:
+    """Draw `count` different drafts from each row of draft logits [R, Vd] fp32: target ids [R, count] int64, scores.
 
     The first is what `draw_drafts` draws. Each further one is drawn, with the same noise, from what is left. Where a
-    row's filters leave less, the first is repeated. target_ids, draft_ids: as in draw_drafts.
+    row's filters leave less, the first is repeated. The scores [R, count] fp32 are the processed logits plus noise,
+    -inf for a draft that is repeated. target_ids, draft_ids: as in draw_drafts.
     """
     sampling = _banned_drafts(sampling, draft_ids)
     logits = process(logits, sampling)
-    drawn: list[Tensor] = []
+    drawn, values = list[Tensor](), list[Tensor]()
     for _ in range(count):
         tokens = spec_sample(logits, sampling.greedy, sampling.seeds, sampling.positions, target_ids)
         known = tokens < draft_ids.shape[0]
         first = drawn[0] if drawn else tokens.clamp(max=draft_ids.shape[0] - 1)
         drawn.append(torch.where(known, tokens, first))
-        logits = logits.scatter(1, draft_ids[drawn[-1]].clamp(min=0)[:, None], float("-inf"))
-    return torch.stack(drawn, 1)
+        column = draft_ids[drawn[-1]].clamp(min=0)[:, None]
+        values.append(logits.gather(1, column)[:, 0])
+        logits = logits.scatter(1, column, float("-inf"))
+    children, scores = torch.stack(drawn, 1), torch.stack(values, 1)
+    if sampling.seeds.shape[0]:
+        noise = noise_of(sampling.seeds, sampling.positions, children)
+        scores = torch.where(sampling.greedy[:, None], scores, scores + noise)
+    return children, scores
 
 
 def draw(

@@ -55,7 +55,7 @@ class HeadDrafter:
             ends = [len(request.tokens) for request in requests]
         # A request that wants fewer than K drafts makes K too: KV that it writes past its blocks lands in scratch.
         K = max(wanted)
-        drafts = torch.zeros(len(requests), K, dtype=torch.int64)
+        drafts, parents = torch.zeros(2, len(requests), K, dtype=torch.int64)
         lens = torch.zeros(len(requests), dtype=torch.int32)  # number of drafts worth verifying
         for pieces in pack_rows(starts, ends, self.max_num_tokens):
             length = self._length(K) if any(end == ends[b] for b, _, end in pieces) else 0
@@ -64,8 +64,11 @@ class HeadDrafter:
             if length:  # a piece that ends before its request drafts too; the last piece overwrites its drafts
                 owners = [b for b, _, _ in pieces]
                 drafts[owners], lens[owners] = made.draft_tokens[:, :K], made.draft_lens
+                if made.draft_parents is not None:
+                    parents[owners] = made.draft_parents[:, :K]
         lens = lens.minimum(torch.tensor(wanted, dtype=torch.int32))
-        return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32))
+        shapes = None if requests[0].max_depth is None else parents
+        return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32), shapes)
 
     def _length(self, K: int) -> int:
         """Return the length of the shortest available chain that makes K drafts."""

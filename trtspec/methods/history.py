@@ -49,3 +49,47 @@ def proposal_of(requests: Sequence[DraftRequest], drafts: Sequence[Sequence[int]
         lengths[b] = min(len(found), request.max_draft_len)
         rows[b, : lengths[b]] = found[: lengths[b]]
     return Proposal(torch.from_numpy(rows), torch.from_numpy(lengths))
+
+
+class TokenTree:
+    """Guesses of one request, merged into a tree of at most `most` drafts. Drafts come after their parents."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.tokens: list[int] = []
+        self.parents: list[int] = []  # -1 = the last token
+        self._nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> draft
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tokens) == self.most
+
+    def add(self, guess: Sequence[int]) -> None:
+        """Add the drafts of a chain that are new, as many as there is room for."""
+        node = -1
+        for token in guess:
+            child = self.child(node, token)
+            if child is None:
+                return
+            node = child
+
+    def child(self, parent: int, token: int) -> int | None:
+        """The draft `token` after the draft `parent`, which is added if it is new; None if there is no room for it."""
+        known = self._nodes.get((parent, token))
+        if known is not None or self.is_full:
+            return known
+        self._nodes[parent, token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        return len(self.tokens) - 1
+
+
+def proposal_of_trees(requests: Sequence[DraftRequest], trees: Sequence[TokenTree]) -> Proposal:
+    """Make a Proposal of one tree per request."""
+    shape = len(requests), max(request.max_draft_len for request in requests)
+    rows, parents = np.zeros(shape, dtype=np.int64), np.full(shape, -1, dtype=np.int64)
+    for b, tree in enumerate(trees):
+        rows[b, : len(tree.tokens)] = tree.tokens
+        parents[b, : len(tree.tokens)] = tree.parents
+    lengths = torch.tensor([len(tree.tokens) for tree in trees], dtype=torch.int32)
+    return Proposal(torch.from_numpy(rows), lengths, draft_parents=torch.from_numpy(parents))

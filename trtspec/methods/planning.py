@@ -16,10 +16,10 @@ from trtspec.config.checkpoint.quantized import CheckpointQuantization
 from trtspec.config.engine import QUANTIZATIONS
 from trtspec.config.speculation_plan import DraftInfo, SpeculationPlan, TargetInfo
 from trtspec.config.speculative import AUTO_DRAFT_LEN, SpeculativeConfig, check_against_k
-from trtspec.config.tree import chain, parse_tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.mask_token import MASK_TOKEN_KEYS
 from trtspec.methods.options import MethodOptions
+from trtspec.methods.planned_tree import check_tree, plan_dynamic_tree, plan_tree
 from trtspec.methods.table import METHODS, Method
 from trtspec.modes import SpeculativeDecodingMode, select_mode
 
@@ -127,33 +127,8 @@ def plan_speculation(
             "not built yet; leave one of them unset"
         )
     if spec_plan.tree is not None:
-        _check_tree(config, spec_plan)
+        check_tree(config, spec_plan)
     return spec_plan
-
-
-def _check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
-    text = config.speculative_token_tree
-    if not spec_plan.mode.drafts_trees():
-        able = ", ".join(mode.name for mode in SpeculativeDecodingMode if mode.drafts_trees())
-        raise UnsupportedError(
-            f"speculative_token_tree={text!r} branches, which mode={spec_plan.mode.name} does not yet; use one of "
-            f"{able}, or leave it unset"
-        )
-    if spec_plan.draft_confidence_threshold is not None:
-        raise UnsupportedError(
-            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with speculative_token_tree={text!r}, "
-            "which branches, is not built yet; leave one of them unset"
-        )
-    if config.use_heterogeneous_vocab:
-        raise UnsupportedError(
-            f"use_heterogeneous_vocab=True with speculative_token_tree={text!r}, which branches, is not built yet; "
-            "leave the tree unset"
-        )
-    if not set(chain(spec_plan.num_speculative_tokens)) <= set(spec_plan.speculative_token_tree):
-        raise ConfigError(
-            f"speculative_token_tree={text!r} does not contain the likeliest chain of its depth, which is worth more "
-            f"than any other node; add {chain(spec_plan.num_speculative_tokens)}"
-        )
 
 
 def _check_quantization(config: SpeculativeConfig, found: CheckpointQuantization | None) -> None:
@@ -212,7 +187,8 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         enforce_eager=config.enforce_eager,
         disable_logprobs=config.disable_logprobs,
         draft_tensor_parallel_size=_draft_tp(config, row, target),
-        speculative_token_tree=_tree(config, k),
+        speculative_token_tree=plan_tree(config, k),
+        dynamic_tree=plan_dynamic_tree(config, k, mode),
         draft_sample_method=config.draft_sample_method,
         draft_confidence_threshold=config.draft_confidence_threshold,
         capture_layers=capture,
@@ -332,20 +308,6 @@ def _draft_tp(config: SpeculativeConfig, row: Method, target: TargetInfo) -> int
     if given not in (1, tp):
         raise ConfigError(f"draft_tensor_parallel_size={given} is neither 1 nor the target's {tp}; use one of them")
     return given
-
-
-def _tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
-    if config.speculative_token_tree is None:
-        return chain(k)
-    tree = parse_tree(config.speculative_token_tree)
-    depth = len(tree[-1])
-    if depth != k:
-        kind = "a chain of" if tree == chain(depth) else f"a tree of {len(tree)} nodes and a depth of"
-        raise ConfigError(
-            f"speculative_token_tree={config.speculative_token_tree!r} is {kind} {depth} tokens but "
-            f"num_speculative_tokens={k}; make them equal"
-        )
-    return tree
 
 
 def _mask_token_id(mode: SpeculativeDecodingMode, target: TargetInfo, draft: DraftInfo | None) -> int | None:

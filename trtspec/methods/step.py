@@ -10,8 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from trtspec.config.tree import DraftTree
-from trtspec.core import AttnMetadata, KVLayer, KVSpec, Proposal, StepInputs, StepOutputs, Verdict
+from trtspec.config.tree import Tree
+from trtspec.core import AttnMetadata, KVLayer, KVSpec, StepInputs, StepOutputs, Verdict
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
 from trtspec.methods.draw import draw
@@ -87,6 +87,16 @@ class Step(nn.Module, ABC):
         return self.tree is not None
 
     @property
+    def takes_trees(self) -> bool:
+        """Whether the shapes of the trees that the step verifies are inputs."""
+        return self.tree is not None and self.tree.is_dynamic
+
+    @property
+    def shapes_trees(self) -> bool:
+        """Whether the shapes of the trees that the step makes are outputs."""
+        return False
+
+    @property
     def hidden_width(self) -> int:
         """Elements of StepInputs.hidden_states per row; 0 = the step takes none."""
         return 0
@@ -111,10 +121,10 @@ class DecodeStep(Step):
     the accepted path in line. Chains are accepted on the host.
     """
 
-    def __init__(self, decoder: Decoder, functional: bool = False, tree: DraftTree | None = None) -> None:
+    def __init__(self, decoder: Decoder, functional: bool = False, tree: Tree | None = None) -> None:
         super().__init__(functional)
         self.decoder = decoder
-        self._tree = None if tree is None else TreeTables(tree, decoder.norm.weight.device)
+        self._tree = None if tree is None else TreeTables.of(tree, decoder.norm.weight.device)
 
     @property
     def tree(self) -> TreeTables | None:
@@ -205,7 +215,7 @@ class CaptureStep(DecodeStep):
         decoder: Decoder,
         capture_layers: Sequence[int],
         functional: bool = False,
-        tree: DraftTree | None = None,
+        tree: Tree | None = None,
     ) -> None:
         super().__init__(decoder, functional, tree)
         self.capture_layers = tuple(capture_layers)
@@ -240,6 +250,11 @@ class OneEngineStep(DecodeStep):
     def tree(self) -> TreeTables | None:
         """The tree of the worker's drafts; None = a chain."""
         return self.worker.tree
+
+    @property
+    def shapes_trees(self) -> bool:
+        """Whether the worker chooses the shapes of trees."""
+        return self.takes_trees
 
     @property
     def verifies_drafts(self) -> bool:
@@ -328,8 +343,8 @@ class HeadStep(Step):
         one = torch.ones_like(spec.next_prompt_token)  # [B]
         rows = self.worker.drafting_rows(one, attn, spec)  # [B]
         hidden = self.worker.first_pass(inputs.input_ids, states, positions, attend, rows)  # [B, H]
-        drafts, draft_lens = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)  # [B, K], [B]
-        return StepOutputs(one, proposal=Proposal(drafts, draft_lens))
+        made = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)
+        return StepOutputs(one, proposal=made)
 
     @property
     def like(self) -> Tensor:
@@ -370,3 +385,8 @@ class HeadStep(Step):
     def draft_vocab_size(self) -> int:
         """Number of ids in the worker's draft vocabulary."""
         return len(self.worker.d2t)
+
+    @property
+    def shapes_trees(self) -> bool:
+        """Whether the worker chooses the shapes of trees."""
+        return self.worker.tree is not None and self.worker.tree.is_dynamic

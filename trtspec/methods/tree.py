@@ -1,4 +1,4 @@
-"""Draft trees inside a step: the path that the target agrees with, and the drafts of the next tree.
+"""Draft trees inside a step: the places of their nodes, and the path that the target agrees with.
 
 After acceptance a step with trees goes on like one with chains: `in_line` puts the rows of the accepted paths in line.
 So draft layers read them in order, and their KV is never moved.
@@ -6,27 +6,117 @@ So draft layers read them in order, and their KV is never moved.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trtspec.config.tree import DraftTree
+from trtspec.config.tree import DraftTree, DynamicTree, Tree
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs, Verdict
+from trtspec.methods.tree_drafts import Children, Drafts, Pass, draft_tree, grow_tree
 
 
-class TreeTables(nn.Module):
-    """A draft tree as tensors of a step, and the places of its nodes in a batch.
+class Shape(NamedTuple):
+    """The nodes of each request's tree; b is B, or 1 if all requests have the same tree.
 
-    paths: [N+1, depth] int32, the nodes from the root's child to each row's own, -1 past it; row 0 is the root's, which
-    has none. depths: [N+1] int64, of each row. parents: [N] int64, -1 = the root. inner_<d>: [n, depth] int32, paths
-    of the n nodes of depth d that have children, in places among all nodes that have children.
+    paths: the nodes from the root's child to each row's own, -1 past it; row 0 is the root's, which has none.
     """
 
+    paths: Tensor  # [b, K+1, depth] int32
+    depths: Tensor  # [b, K+1] int64, of each row
+    parents: Tensor  # [b, K] int64, the parent of each node, -1 = the root
+
+
+class TreeTables(nn.Module, ABC):
+    """Draft trees as tensors of a step, and the places of their nodes in a batch."""
+
+    tree: Tree
+    is_dynamic: ClassVar[bool] = False  # the step chooses the shape of each request's tree
+
+    @staticmethod
+    def of(tree: Tree, device: torch.device | None = None) -> TreeTables:
+        """Return the tables of a tree."""
+        return StaticTables(tree, device) if isinstance(tree, DraftTree) else DynamicTables(tree)
+
+    @abstractmethod
+    def shape(self, spec: SpecMetadata) -> Shape:
+        """Return the trees that the step verifies."""
+
+    @property
+    @abstractmethod
+    def most_inner(self) -> int:
+        """Largest number of nodes of one depth that have children; the root is one."""
+
+    @property
+    @abstractmethod
+    def most_children(self) -> int:
+        """Largest number of children of a node."""
+
+    @abstractmethod
+    def depth_within(self, count: int) -> int:
+        """Largest depth of the first `count` nodes."""
+
+    @abstractmethod
+    def draft(
+        self,
+        hidden: Tensor,
+        attn: AttnMetadata,
+        sampling: SamplingTensors,
+        run: Pass | None,
+        children: Children,
+        count: int,
+    ) -> Drafts:
+        """Return the first `count` drafts of a tree for each request.
+
+        hidden: [B, H], the output at the last row that each request keeps. attn: its rows, with the KV lengths that are
+        kept. sampling: [B] rows, how to sample the root's children. run: None = no pass reads drafts, so all nodes of a
+        depth have the same children. Else nodes that have children write one KV row each, from the kept length on.
+        """
+
+    def placed(self, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with the nodes of a tree where they have the drafts of a chain, K of them."""
+        attn, spec = inputs.attn, inputs.spec
+        K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
+        if K == 0 or (not torch.compiler.is_compiling() and spec.num_generations == 0):  # a graph takes any number
+            return inputs
+        paths, depths, _ = self.shape(spec)
+        paths = paths.expand(attn.batch_size, -1, -1)
+        shifts = (depths - torch.arange(K + 1, device=depths.device)).expand(attn.batch_size, -1)  # depth less place
+        if spec.is_uniform:
+            ancestors, shift = paths.flatten(0, 1), shifts.flatten()
+        else:
+            request = attn.requests(T)  # [T]
+            node = torch.arange(T, device=request.device) - attn.cu_q_lens.long()[request]  # [T] row of its request
+            ancestors = paths[request, node.clamp(max=K)]
+            ancestors = torch.where((request >= spec.num_contexts)[:, None], ancestors, -1)
+            ends = (spec.draft_lens + 1).cumsum(0)  # [B]
+            owners = spec.row_owners()  # [R]
+            column = torch.arange(owners.shape[0], device=owners.device) - (ends - spec.draft_lens - 1)[owners]
+            shift = shifts[owners, column.clamp(max=K)]
+        sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
+        attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
+        return replace(inputs, attn=attn, spec=replace(spec, sampling=sampling))
+
+    def accepted(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
+        """Accept strictly along the tree; see `accept_path`. sampled: [R], the target's own draw at each logits row."""
+        K, emits = spec.runtime_draft_len, spec.next_prompt_token < 0
+        own, drafts, parents = spec.per_request(sampled), spec.drafts_per_request(), self.shape(spec).parents
+        return accept_path(own, drafts, parents, spec.draft_lens, spec.forced_accept, emits, self.depth_within(K))
+
+
+class StaticTables(TreeTables):
+    """A tree that all requests have.
+
+    paths: [N+1, depth] int32, depths: [N+1] int64, parents: [N] int64 are those of Shape. inner_<d>: [n, depth] int32,
+    paths of the n nodes of depth d that have children, in places among all nodes that have children.
+    """
+
+    tree: DraftTree
     paths: Tensor
     depths: Tensor
     parents: Tensor
@@ -51,9 +141,12 @@ class TreeTables(nn.Module):
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
 
+    def shape(self, spec: SpecMetadata) -> Shape:
+        K = spec.runtime_draft_len
+        return Shape(self.paths[None, : K + 1], self.depths[None, : K + 1], self.parents[None, :K])
+
     @property
     def most_inner(self) -> int:
-        """Largest number of nodes of one depth that have children; the root is one."""
         counts = Counter(self.tree.depths[node] for node in self.tree.inner)
         return max([1, *counts.values()])
 
@@ -61,37 +154,71 @@ class TreeTables(nn.Module):
         """Paths of the nodes of this depth that have children; see the class."""
         return cast("Tensor", getattr(self, f"inner_{depth}"))
 
+    @property
+    def most_children(self) -> int:
+        return 1 + max(path[-1] for path in self.tree.paths)
+
     def depth_within(self, count: int) -> int:
-        """Depth of the deepest of the first `count` nodes."""
         return self.tree.depths[count - 1] if count else 0
 
-    def placed(self, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with the nodes of a tree where they have the drafts of a chain, K of them."""
-        attn, spec = inputs.attn, inputs.spec
-        K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
-        if K == 0 or (not torch.compiler.is_compiling() and spec.num_generations == 0):  # a graph takes any number
-            return inputs
-        behind = self.depths[: K + 1] - torch.arange(K + 1, device=self.depths.device)  # [K+1] depth less place
-        if spec.is_uniform:
-            ancestors = self.paths[: K + 1].repeat(attn.batch_size, 1)
-            shift = behind.repeat(attn.batch_size)
-        else:
-            request = attn.requests(T)  # [T]
-            node = torch.arange(T, device=request.device) - attn.cu_q_lens.long()[request]  # [T] row of its request
-            ancestors = torch.where((request >= spec.num_contexts)[:, None], self.paths[node.clamp(max=K)], -1)
-            ends = (spec.draft_lens + 1).cumsum(0)  # [B]
-            owners = spec.row_owners()  # [R]
-            column = torch.arange(owners.shape[0], device=owners.device) - (ends - spec.draft_lens - 1)[owners]
-            shift = behind[column.clamp(max=K)]
-        sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
-        attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
-        return replace(inputs, attn=attn, spec=replace(spec, sampling=sampling))
+    def draft(
+        self,
+        hidden: Tensor,
+        attn: AttnMetadata,
+        sampling: SamplingTensors,
+        run: Pass | None,
+        children: Children,
+        count: int,
+    ) -> Drafts:
+        inner = [None if depth == 0 else self.inner(depth) for depth in range(self.tree.depth)]
+        return draft_tree(self.tree, inner, hidden, attn, sampling, run, children)[:, :count], None, None
 
-    def accepted(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
-        """Accept strictly along the tree; see `accept_path`. sampled: [R], the target's own draw at each logits row."""
-        K, emits = spec.runtime_draft_len, spec.next_prompt_token < 0
-        own, drafts, parents = spec.per_request(sampled), spec.drafts_per_request(), self.parents[:K]
-        return accept_path(own, drafts, parents, spec.draft_lens, spec.forced_accept, emits, self.depth_within(K))
+
+class DynamicTables(TreeTables):
+    """Trees whose shapes are inputs of each step (SpecMetadata.draft_parents)."""
+
+    tree: DynamicTree
+    is_dynamic: ClassVar[bool] = True
+
+    def __init__(self, tree: DynamicTree) -> None:
+        super().__init__()
+        self.tree = tree
+
+    def shape(self, spec: SpecMetadata) -> Shape:
+        parents = spec.parents_per_request()  # [B, K]
+        B, K = parents.shape
+        node = torch.arange(-1, K, device=parents.device).expand(B, -1)  # [B, K+1]
+        upwards = [node]  # of each row: its node, the parent of it, ...; -1 = the root, and what would be past it
+        for _ in range(self.depth_within(K) - 1):
+            above = parents.gather(1, upwards[-1].clamp(min=0))
+            upwards.append(torch.where(upwards[-1] >= 0, above, -1))
+        lines = torch.stack(upwards, 2)  # [B, K+1, depth]
+        depths = (lines >= 0).sum(2)
+        place = depths[:, :, None] - 1 - torch.arange(lines.shape[2], device=lines.device)  # in reverse order
+        paths = torch.where(place >= 0, lines.gather(2, place.clamp(min=0)), -1)
+        return Shape(paths.int(), depths, parents)
+
+    @property
+    def most_inner(self) -> int:
+        return max(1, self.tree.top_k)
+
+    @property
+    def most_children(self) -> int:
+        return self.tree.top_k
+
+    def depth_within(self, count: int) -> int:
+        return min(self.tree.depth, count)
+
+    def draft(
+        self,
+        hidden: Tensor,
+        attn: AttnMetadata,
+        sampling: SamplingTensors,
+        run: Pass | None,
+        children: Children,
+        count: int,
+    ) -> Drafts:
+        return grow_tree(self.tree.top_k, self.tree.depth_of(count), count, hidden, attn, sampling, run, children)
 
 
 def accept_path(
@@ -108,9 +235,9 @@ def accept_path(
     Of equal siblings the first one counts. A chain gets the tokens of ops.spec_accept.
 
     sampled: [B, K+1] int64, the target's draw at each row: the last token, then the K nodes, parents first.
-    draft_tokens: [B, K] int64, the nodes. parents: [K] int64, -1 = child of the last token. draft_lens: [B] int32,
-    number of real nodes. forced_accept: [B] int32, -1 = off, else that many first children count as agreed. emits: [B]
-    bool, False gives 0 tokens. depth: of the deepest node.
+    draft_tokens: [B, K] int64, the nodes. parents: [b, K] int64, -1 = child of the last token; b is B or 1.
+    draft_lens: [B] int32, number of real nodes. forced_accept: [B] int32, -1 = off, else that many first children count
+    as agreed. emits: [B] bool, False gives 0 tokens. depth: of the deepest node.
     """
     K = draft_tokens.shape[1]
     offered = torch.arange(K, device=sampled.device) < draft_lens[:, None]  # [B, K]
@@ -170,80 +297,3 @@ def _in_line(starts: Tensor, owners: Tensor, kept: Tensor, num_contexts: int) ->
     column = place - starts[owners]
     moved = starts[owners] + kept[owners, column.clamp(max=kept.shape[1] - 1)]
     return torch.where((owners >= num_contexts) & (column < kept.shape[1]), moved, place)
-
-
-@dataclass(frozen=True)
-class Level:
-    """Nodes of one depth that are run in a draft pass: those with children."""
-
-    tokens: Tensor  # [B * n] int64
-    hidden: Tensor  # [B * n, H], the output of each node's parent
-    attn: AttnMetadata  # n rows per request
-    sampling: SamplingTensors  # [B * n] rows: how to sample the children
-
-
-Pass = Callable[[int, Level], Tensor]
-"""(pass number 1..K-1, its nodes) -> their outputs [B * n, H]."""
-Children = Callable[[int, Tensor, SamplingTensors, int], Tensor]
-"""(pass number, outputs [R, H], how to sample, count) -> the likeliest children of each row, [R, count] int64."""
-
-
-def draft_tree(
-    tables: TreeTables,
-    hidden: Tensor,
-    attn: AttnMetadata,
-    sampling: SamplingTensors,
-    run: Pass | None,
-    children: Children,
-) -> Tensor:
-    """Return the drafts of a tree for each request, [B, N] int64.
-
-    hidden: [B, H], the output at the last row that each request keeps. attn: its rows, with the KV lengths that are
-    kept. sampling: [B] rows, how to sample the root's children. run: None = no pass reads drafts, so all nodes of a
-    depth are the same guesses. Else nodes that have children write one KV row each, from the kept length on, in the
-    order of the tree.
-    """
-    B, device, tree = attn.batch_size, attn.kv_lens.device, tables.tree
-    drafts: dict[int, Tensor] = {}  # node -> [B]
-    outputs = {-1: hidden}  # node -> [B, H]
-    ends = 0
-    for depth in range(1, tree.depth + 1):
-        nodes = [node for node, one in enumerate(tree.depths) if one == depth]
-        parents = sorted({tree.parents[node] for node in nodes})
-        if run is None:
-            parents, outputs = parents[:1], {parents[0]: hidden}
-        elif depth > 1:
-            ends += len(parents)
-            rows = replace(
-                attn,
-                cu_q_lens=torch.arange(B + 1, dtype=torch.int32, device=device) * len(parents),
-                kv_lens=attn.kv_lens + ends,
-                tree_mask=attn.tree_mask.new_empty(0),
-                width=len(parents),
-                tree_base=attn.kv_lens,
-                ancestors=tables.inner(depth - 1).repeat(B, 1),
-            )
-            level = Level(
-                torch.stack([drafts[node] for node in parents], 1).flatten(),
-                torch.stack([outputs[tree.parents[node]] for node in parents], 1).flatten(0, 1),
-                rows,
-                _repeated(sampling, len(parents)),
-            )
-            made = run(depth - 1, level).view(B, len(parents), -1)
-            outputs = {node: made[:, i] for i, node in enumerate(parents)}
-        states = torch.stack([outputs[node] for node in parents], 1).flatten(0, 1)  # [B * n, H]
-        count = 1 + max(tree.paths[node][-1] for node in nodes)
-        found = children(depth - 1, states, _repeated(sampling, len(parents)), count).view(B, len(parents), count)
-        for node in nodes:
-            parent = 0 if run is None else parents.index(tree.parents[node])
-            drafts[node] = found[:, parent, tree.paths[node][-1]]
-        sampling = sampling.advance()
-    return torch.stack([drafts[node] for node in range(len(tree.paths))], 1)
-
-
-def _repeated(sampling: SamplingTensors, count: int) -> SamplingTensors:
-    """Every row `count` times."""
-    if count == 1:
-        return sampling
-    rows = sampling.greedy.shape[0]
-    return sampling.select(torch.arange(rows, device=sampling.greedy.device).repeat_interleave(count))

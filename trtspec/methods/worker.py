@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from trtspec.config.speculation_plan import SpeculationPlan
-from trtspec.config.tree import DraftTree
+from trtspec.config.tree import Tree
 from trtspec.core import (
     AttnMetadata,
     KVSpec,
@@ -30,7 +30,8 @@ from trtspec.errors import ConfigError
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.draw import draw, draw_children, draw_drafts
 from trtspec.methods.head import DraftHead
-from trtspec.methods.tree import Level, TreeTables, draft_tree, in_line
+from trtspec.methods.tree import TreeTables, in_line
+from trtspec.methods.tree_drafts import Drafts, Level
 from trtspec.models.attention import PagedAttend
 from trtspec.ops import spec_accept
 
@@ -54,7 +55,7 @@ class SpecWorker(nn.Module):
         greedy: bool = False,
         *,
         confidence_threshold: float | None = None,
-        tree: DraftTree | None = None,
+        tree: Tree | None = None,
     ) -> None:
         super().__init__()
         self.head = head
@@ -64,12 +65,11 @@ class SpecWorker(nn.Module):
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
-        self.tree = None if tree is None else TreeTables(tree, ids.device)
-        children = 0 if tree is None else 1 + max(path[-1] for path in tree.paths)
-        if children > len(ids):
+        self.tree = None if tree is None else TreeTables.of(tree, ids.device)
+        if self.tree is not None and self.tree.most_children > len(ids):
             raise ConfigError(
-                f"speculative_token_tree has {children} children of a node, and the draft knows {len(ids)} ids; use "
-                "fewer"
+                f"the draft tree has {self.tree.most_children} children of a node, and the draft knows {len(ids)} ids; "
+                "use fewer"
             )
 
     @classmethod
@@ -149,12 +149,12 @@ class SpecWorker(nn.Module):
             spec, attend = inputs.spec, attend.at(inputs.attn)
         rejected = spec.draft_lens - (counts - 1).clamp(min=0).int()  # [B] rows to rewind
         hidden, rows = self.read_in(inputs, captured, accepted, counts, attend)
-        drafts, draft_lens = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
+        made = self.draft(hidden, counts, rows.kv_lens - rejected, rows, spec, attend)
         return StepOutputs(
             tokens=sampled,
             verdict=verdict,
-            proposal=Proposal(drafts, draft_lens),
-            next_new_tokens=self.prepare_next_new_tokens(accepted, counts, drafts, draft_lens),
+            proposal=made,
+            next_new_tokens=self.prepare_next_new_tokens(accepted, counts, made.draft_tokens, made.draft_lens),
             next_kv_lens=inputs.attn.kv_lens - rejected,
         )
 
@@ -188,21 +188,24 @@ class SpecWorker(nn.Module):
         attn: AttnMetadata,  # rows of the first pass
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         """Return the drafts for the next step, [B, K'] int64, and the number to verify per request, [B] int32."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         sampling = self.draft_sampling(counts, spec)
         kept, probs = replace(attn, kv_lens=kv_lens), self.new_probs()
         if self.tree is not None:
-            drafts = self.draft_tree_from(hidden, kept, sampling, attend)[:, : spec.next_draft_len]
-            return drafts, self.draft_lens(drafts, hidden, spec)
+            drafts, parents, there = self.draft_tree_from(hidden, kept, sampling, spec.next_draft_len, attend)
+            lens = self.draft_lens(drafts, hidden, spec)
+            return Proposal(drafts, lens if there is None else lens.minimum(there.int()), draft_parents=parents)
         drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend, probs)
-        return drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), probs)
+        return Proposal(drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), probs))
 
-    def no_drafts(self, spec: SpecMetadata) -> tuple[Tensor, Tensor]:
+    def no_drafts(self, spec: SpecMetadata) -> Proposal:
         """Return the result of `draft` for K' = 0: [B, 0] int64, [B] int32."""
-        return spec.draft_tokens.new_empty(spec.batch_size, 0), torch.zeros_like(spec.draft_lens)
+        none = spec.draft_tokens.new_empty(spec.batch_size, 0)
+        parents = none if self.tree is not None and self.tree.is_dynamic else None
+        return Proposal(none, torch.zeros_like(spec.draft_lens), draft_parents=parents)
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
         """Return the number of drafts of each request that are worth verifying, 0..K', [B] int32.
@@ -263,9 +266,9 @@ class SpecWorker(nn.Module):
         return draft_chain(start, num_drafts, forward, moves)
 
     def draft_tree_from(
-        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, attend: PagedAttend
-    ) -> Tensor:
-        """Return the drafts of the tree, [B, N] int64; arguments as in `draft_from`."""
+        self, hidden: Tensor, attn: AttnMetadata, sampling: SamplingTensors, num_drafts: int, attend: PagedAttend
+    ) -> Drafts:
+        """Return the drafts of the tree, [B, num_drafts] int64; arguments as in `draft_from`."""
         assert self.tree is not None
 
         def run(step: int, level: Level) -> Tensor:
@@ -273,18 +276,20 @@ class SpecWorker(nn.Module):
             return self.next_pass(step, level.tokens, level.hidden, positions, attend.at(level.attn))
 
         reads = self.head.reads_drafts
-        return draft_tree(self.tree, hidden, attn, sampling, run if reads else None, self.sample_children)
+        return self.tree.draft(hidden, attn, sampling, run if reads else None, self.sample_children, num_drafts)
 
-    def sample_children(self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int) -> Tensor:
-        """Return the `count` likeliest guesses after each row, best first, [R, count] int64 target ids.
+    def sample_children(
+        self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the `count` likeliest guesses after each row, best first, [R, count] int64 target ids, and scores.
 
-        These are the largest of the processed logits plus the target's noise at that position. hidden: [R, H] of pass
-        `step`.
+        These are the largest of the processed logits plus the target's noise at that position. The scores are these
+        sums, [R, count] fp32. hidden: [R, H] of pass `step`.
         """
         logits = self.draft_logits(step, hidden)
         if self.greedy:
-            best = logits.topk(count, dim=-1).indices
-            return best + self.d2t[best]
+            scores, best = logits.topk(count, dim=-1)
+            return best + self.d2t[best], scores
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
         return draw_children(logits, sampling, ids, self.draft_ids, count)
 

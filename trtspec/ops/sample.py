@@ -17,6 +17,7 @@ Layout, the same in every kernel:
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import torch
@@ -77,12 +78,32 @@ def _log(x: Tensor) -> Tensor:
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
     """Standard Gumbel noise G(seed, t, v): seeds [R], positions t [R], vocab_ids v [V], all int64 -> [R, V] fp32."""
+    return noise_of(seeds, positions, vocab_ids.expand(positions.shape[0], -1))
+
+
+def noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise G(seed, t, v) of other tokens v in each row.
+
+    seeds [R], positions t [R], tokens [R, n], all int64 -> [R, n] fp32.
+    """
     t = positions[:, None]
-    words = philox(seeds[:, None], (vocab_ids >> 2)[None, :], t & _MASK, (t >> 32) & _MASK)  # [R, V, 4]
-    lane = (vocab_ids & 3).expand(words.shape[0], -1)
+    words = philox(seeds[:, None], tokens >> 2, t & _MASK, (t >> 32) & _MASK)  # [R, n, 4]
+    lane = tokens & 3
     x = words.gather(2, lane[..., None])[..., 0]
     u = ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
     return -_log(-_log(u))
+
+
+def scalar_noise(seed: int, position: int, token: int) -> float:
+    """G(seed, t, v) of one token on the host, to about the precision of fp32."""
+    key0, key1 = seed & _MASK, (seed >> 32) & _MASK
+    words = [token >> 2, position & _MASK, (position >> 32) & _MASK, 0]
+    for _ in range(10):
+        low, high = M0 * words[0], M1 * words[2]
+        words = [(high >> 32) ^ words[1] ^ key0, high & _MASK, (low >> 32) ^ words[3] ^ key1, low & _MASK]
+        key0, key1 = (key0 + W0) & _MASK, (key1 + W1) & _MASK
+    u = ((words[token & 3] >> 9) + 0.5) * 2.0**-23
+    return -math.log(-math.log(u))
 
 
 def _dense_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

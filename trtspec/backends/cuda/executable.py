@@ -192,7 +192,7 @@ class CudaExecutable(CompiledExecutable):
 
     def _input_region(self, draft_len: int, batch: int, columns: int, kind: Kind, names: Iterable[str]) -> Region:
         """Return the layout of the inputs of a uniform graph."""
-        sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "0": 0}
+        sizes = {**dict.fromkeys("TR", batch * (draft_len + 1)), "B": batch, "G": batch, "K": draft_len, "0": 0}
         sizes |= {"columns": columns, "bans": BAN_COLUMNS, "words": -(-self.compiled.vocab_size // 32)}
         return Region.of_inputs(kind, (*names, *CARRY), sizes)
 

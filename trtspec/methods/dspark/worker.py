@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, Proposal, SpecMetadata, StepInputs
 from trtspec.methods.dflash.worker import DFlashWorker
 from trtspec.methods.dspark.head import DSparkHead
 from trtspec.models.attention import PagedAttend
@@ -69,7 +69,7 @@ class DSparkWorker(DFlashWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         """Draw each draft from its row and the draft before it. Shapes are those of SpecWorker.draft."""
         K, head = spec.next_draft_len, self.head
         if K == 0:
@@ -86,7 +86,7 @@ class DSparkWorker(DFlashWorker):
             drafts.append(self.draw_from(logits, sampling))
             sampling, e = sampling.advance(), head.before(drafts[k], h)
         chosen = torch.stack(drafts, dim=1)
-        return chosen, self.draft_lens(chosen, hidden, spec)
+        return Proposal(chosen, self.draft_lens(chosen, hidden, spec))
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
         """Number of drafts before the first whose confidence is below the threshold, [B] int32."""

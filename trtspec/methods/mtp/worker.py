@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trtspec.core import AttnMetadata, KVSpec, SamplingTensors, SpecMetadata
+from trtspec.core import AttnMetadata, KVSpec, Proposal, SamplingTensors, SpecMetadata
 from trtspec.methods.chain import ChainState, draft_chain
 from trtspec.methods.mtp.head import MtpHead
 from trtspec.methods.worker import SpecWorker
@@ -110,7 +110,7 @@ class MtpWorker(SpecWorker):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         """Return drafts as SpecWorker.draft does; after a chunk of a prompt their rows go to scratch."""
         # After a chunk of a prompt nothing is drafted. Rows computed from guesses must not be written to shared blocks,
         # so they go to scratch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import Proposal
 from trtspec.methods.drafter import DraftModel
-from trtspec.methods.history import TokenHistory, proposal_of
+from trtspec.methods.history import TokenHistory, TokenTree, proposal_of, proposal_of_trees
 from trtspec.methods.ngram.options import NGramOptions
 from trtspec.methods.ngram.pool import NGramPoolDrafter
 from trtspec.protocols import Drafter, DraftRequest
@@ -22,7 +22,7 @@ class NGramDrafter:
 
     It takes the longest n in [smallest, largest] that has an occurrence, and the earliest of these, or the latest if
     `latest`. An occurrence may overlap the suffix it equals. Up to K tokens after it are copied, or fewer where the
-    context ends.
+    context ends. A tree goes on with what follows the other occurrences, those of a longer n first.
     """
 
     def __init__(self, smallest: int, largest: int, latest: bool = False) -> None:
@@ -43,13 +43,33 @@ class NGramDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Return for each request, in order, the tokens that were looked up, at most max_draft_len."""
+        if requests[0].max_depth is not None:
+            return proposal_of_trees(requests, [self._tree(request) for request in requests])
         return proposal_of(requests, [self.lookup(self._history.update(request)) for request in requests])
 
     def lookup(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """All tokens after the chosen earlier occurrence of the suffix of `tokens` [L]; empty if there is none."""
+        ends = next(self._occurrences(tokens), None)
+        return tokens[:0] if ends is None else tokens[ends[0] + 1 :]
+
+    def _tree(self, request: DraftRequest) -> TokenTree:
+        """Merge what follows each occurrence, in the order of preference: that of the chain first."""
+        tokens, tree = self._history.update(request), TokenTree(request.max_draft_len)
+        for ends in self._occurrences(tokens):
+            for end in ends.tolist():
+                if tree.is_full:
+                    return tree
+                tree.add(tokens[end + 1 : end + 1 + (request.max_depth or 0)].tolist())
+        return tree
+
+    def _occurrences(self, tokens: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+        """Last indices of earlier occurrences of the last n tokens of `tokens` [L], for each n, the longest n first.
+
+        Of one n they are in the order of preference. An occurrence of a longer n is one of the shorter n, too.
+        """
         L = len(tokens)
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # last index of every occurrence of the suffix, n = 1
-        best = ends[:0]
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])  # n = 1
+        found = []
         for n in range(1, min(self.largest, L - 1) + 1):
             if n > 1:
                 ends = ends[ends >= n - 1]
@@ -57,7 +77,6 @@ class NGramDrafter:
             if not len(ends):
                 break
             if n >= self.smallest:
-                best = ends
-        if not len(best):
-            return tokens[:0]
-        return tokens[best[-1 if self.latest else 0] + 1 :]
+                found.append(ends)
+        for ends in reversed(found):
+            yield ends[::-1] if self.latest else ends

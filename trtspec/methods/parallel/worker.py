@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from trtspec.config.speculation_plan import SpeculationPlan
-from trtspec.core import AttnMetadata, SpecMetadata, StepInputs
+from trtspec.core import AttnMetadata, Proposal, SpecMetadata, StepInputs
 from trtspec.methods.eagle3.head import Eagle3Head
 from trtspec.methods.head import DraftHead
 from trtspec.methods.worker import SpecWorker
@@ -74,14 +74,14 @@ class MaskWorker(SpecWorker, ABC):
         attn: AttnMetadata,
         spec: SpecMetadata,
         attend: PagedAttend,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> Proposal:
         """Draw all drafts at once. hidden: [B * K', H] of `read_in`; other shapes are those of SpecWorker.draft."""
         if spec.next_draft_len == 0:
             return self.no_drafts(spec)
         probs = self.new_probs()
         drafts = self.draw_all(hidden, counts, spec, probs)
         by_pass = None if probs is None else probs[0].view_as(drafts).unbind(1)
-        return drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), by_pass)
+        return Proposal(drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), by_pass))
 
     def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata, probs: list[Tensor] | None) -> Tensor:
         """Return drafts [B, K'] int64, and append their probabilities [B * K'] to `probs`.

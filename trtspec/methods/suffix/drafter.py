@@ -10,6 +10,8 @@ often follows, the lowest id of equals. Its probability is the share of the matc
 up to it follow. A guess ends before the first draft with a probability below min_token_prob. A match and its drafts are
 at most max_tree_depth tokens. A match at the very end of a text is an occurrence that nothing follows.
 
+A tree has the tokens that follow the best match of each source; `grow` has their order.
+
 The guess with the greatest sum of probabilities is chosen. Of equal guesses from one source it is the one with the
 longer match; of equal guesses from both sources it is the one from the request's own text.
 
@@ -22,10 +24,13 @@ If max_cached_requests is 0, there is no tree.
 
 from __future__ import annotations
 
+import heapq
+import math
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import islice
 from typing import Protocol, cast
@@ -37,9 +42,10 @@ from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.core import Proposal
 from trtspec.errors import CapacityError
 from trtspec.methods.drafter import DraftModel
-from trtspec.methods.history import TokenHistory, proposal_of
+from trtspec.methods.history import TokenHistory, TokenTree, proposal_of, proposal_of_trees
 from trtspec.methods.suffix.options import SuffixOptions
 from trtspec.methods.suffix.tree import END, Guess, SuffixTree
+from trtspec.ops.sample import scalar_noise
 from trtspec.protocols import DraftRequest
 
 TOKENS_PER_RESPONSE = 1024
@@ -84,6 +90,8 @@ class SuffixDrafter:
         most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
         if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
             self._absorbing = self._arrivals()
+        if requests[0].max_depth is not None:
+            return proposal_of_trees(requests, [self._tree(request) for request in requests])
         return proposal_of(requests, [self._guess(request).tokens for request in requests])
 
     def forget(self, request_id: int) -> None:
@@ -101,15 +109,36 @@ class SuffixDrafter:
             yield from self.tree.absorb(self._ended.popleft())
 
     def _guess(self, request: DraftRequest) -> Guess:
-        text = self._history.update(request)
         lengths = match_lengths(self.depth, request.max_draft_len, self.max_spec_factor)
         best = Guess()
+        for source in self._sources(request):
+            best, _ = choose(source, lengths, best)
+        return best
+
+    def _tree(self, request: DraftRequest) -> TokenTree:
+        """Merge what follows the best match in each source, that of the better guess first."""
+        tree, lengths = (
+            TokenTree(request.max_draft_len),
+            match_lengths(self.depth, request.max_depth or 0, self.max_spec_factor),
+        )
+        # of equal guesses that of the request's own text, the last source, comes first
+        found = [(*choose(source, lengths, Guess()), source) for source in list(self._sources(request))[::-1]]
+        found.sort(key=lambda one: -Fraction(one[0].count, one[0].total))
+        for guess, match_len, source in found:
+            if guess.tokens:
+                budget = next(most for most, length in lengths if length == match_len)
+                grow(tree, source.matches(match_len), budget, self.min_token_prob, request)
+        return tree
+
+    def _sources(self, request: DraftRequest) -> Iterator[MatchSource]:
+        """The past responses, if they are kept, then the request's own text."""
+        text = self._history.update(request)
         if self.tree is not None:
             response = self._responses.setdefault(request.request_id, array("i"))
             response.extend(request.tokens[request.prompt_len + len(response) :])
             pattern = array("i", request.tokens[-self.depth :])
-            best = choose(PastResponses(self.tree, pattern, self.min_token_prob), lengths, best)
-        return choose(OwnText(text, self.depth, self.min_token_prob), lengths, best)
+            yield PastResponses(self.tree, pattern, self.min_token_prob)
+        yield OwnText(text, self.depth, self.min_token_prob)
 
 
 class MatchSource(Protocol):
@@ -123,6 +152,23 @@ class MatchSource(Protocol):
         """Greatest length of a match; the caller knows that matches are shorter than `below`."""
         ...
 
+    def matches(self, match_len: int) -> Matches:
+        """Return the occurrences of the last `match_len` tokens, of which there are some."""
+        ...
+
+
+class Matches(Protocol):
+    """Occurrences of a string, in a source of matches."""
+
+    @property
+    def count(self) -> int:
+        """Number of occurrences, those that nothing follows included."""
+        ...
+
+    def follow(self) -> Iterable[tuple[int, Matches]]:
+        """Return the tokens that follow, each with the occurrences of the string that is longer by it."""
+        ...
+
 
 @lru_cache(maxsize=64)
 def match_lengths(depth: int, num_drafts: int, factor: float) -> list[tuple[int, int]]:
@@ -131,8 +177,8 @@ def match_lengths(depth: int, num_drafts: int, factor: float) -> list[tuple[int,
     return sorted((pair for pair in pairs if pair[0] > 0), reverse=True)
 
 
-def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) -> Guess:
-    """Return the best guess of a source, or `best` if all have lower scores.
+def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) -> tuple[Guess, int]:
+    """Return the best guess of a source and the length of its match, or `best` and 0 if all have lower scores.
 
     Scores are compared as fractions, so that equal scores compare as equal.
     """
@@ -149,7 +195,7 @@ def choose(place: MatchSource, lengths: Sequence[tuple[int, int]], best: Guess) 
         ours, theirs = guess.count * best.total, best.count * guess.total
         if ours > theirs or (ours == theirs and match_len > best_len):
             best, best_len = guess, match_len
-    return best
+    return best, best_len
 
 
 class PastResponses:
@@ -173,6 +219,23 @@ class PastResponses:
         """Return what follows the last `match_len` tokens in the tree, at most `budget` tokens; None if no match."""
         found = self._locate(match_len)
         return None if found is None else self.tree.draft(found, match_len, budget, self.min_prob)
+
+    def matches(self, match_len: int) -> Matches:
+        """Return the occurrences of the last `match_len` tokens in the tree."""
+        found = self._locate(match_len)
+        assert found is not None
+        return _InTree(self.tree, found, match_len)
+
+
+class _InTree:
+    """The Matches of a string in a suffix tree. child, depth: as in SuffixTree.follow."""
+
+    def __init__(self, tree: SuffixTree, child: int, depth: int) -> None:
+        self.tree, self.child, self.depth, self.count = tree, child, depth, tree.count(child)
+
+    def follow(self) -> Iterator[tuple[int, Matches]]:
+        for token, child in self.tree.follow(self.child, self.depth):
+            yield token, _InTree(self.tree, child, self.depth + 1)
 
 
 class OwnText:
@@ -220,3 +283,46 @@ class OwnText:
             if count < len(rows):
                 rows = [row for row in rows if row[len(drafts) - 1] == token]
         return Guess(drafts, score, total)
+
+    def matches(self, match_len: int) -> Matches:
+        """Return the occurrences of the last `match_len` tokens in the text."""
+        return _InText(self.text, self.ends if match_len == 1 else self.near[self.lengths >= match_len], 1)
+
+
+class _InText:
+    """The Matches of a string in a text. ends: their last indices. past: 1 if one more is at the end of the text."""
+
+    def __init__(self, text: NDArray[np.int64], ends: NDArray[np.int64], past: int = 0) -> None:
+        self.text, self.ends, self.count = text, ends, len(ends) + past
+
+    def follow(self) -> Iterator[tuple[int, Matches]]:
+        after = self.text[self.ends + 1]
+        for token in np.unique(after).tolist():
+            if token != END:
+                yield token, _InText(self.text, self.ends[after == token] + 1)
+
+
+def grow(tree: TokenTree, matches: Matches, depth: int, min_prob: float, request: DraftRequest) -> None:
+    """Add the tokens that follow the matches, the best first, while there is room: at most `depth` tokens ahead.
+
+    The tokens up to a token follow a share of the matches, at least `min_prob`. The score of the token is the logarithm
+    of that share, plus the noise of the target's draw at its position. It is at most that of the token before it. Of
+    equal scores, a token that is less far ahead comes first, then one after an earlier draft, then the lower id.
+    """
+    first, total = len(request.tokens), matches.count
+    waiting: list[tuple[float, int, int, int, Matches]] = []
+
+    def add(score: float, ahead: int, parent: int, found: Matches) -> None:
+        for token, longer in found.follow() if ahead <= depth else ():
+            if longer.count / total >= min_prob:
+                own = math.log(longer.count / total)
+                if not request.sampling.greedy:
+                    own += scalar_noise(request.sampling.seed, first + ahead - 1, token)
+                heapq.heappush(waiting, (-min(own, score), ahead, parent, token, longer))
+
+    add(math.inf, 1, -1, matches)
+    while waiting and not tree.is_full:
+        score, ahead, parent, token, found = heapq.heappop(waiting)
+        node = tree.child(parent, token)
+        assert node is not None
+        add(-score, ahead + 1, node, found)

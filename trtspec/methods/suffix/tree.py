@@ -270,6 +270,22 @@ class SuffixTree:
                 break
         return Guess(drafts.tolist(), score, total)
 
+    def follow(self, child: int, depth: int) -> list[tuple[int, int]]:
+        """Tokens that follow a string of `depth` tokens, each with the child for the string that is longer by it.
+
+        child: the child with the shortest string that begins with the string, as `locate` returns it. END is left out.
+        """
+        if depth >= self.depth:
+            return []
+        if child < 0 or depth < self._length[child]:  # inside an edge
+            token = self._text[(~child if child < 0 else self._latest[child]) + depth]
+            return [] if token == END else [(token, child)]
+        return [(token, below) for token, below in self._rows.items(child) if token != END]
+
+    def count(self, child: int) -> int:
+        """Number of occurrences of a string that ends at `child`."""
+        return 1 if child < 0 else self._count[child]
+
 
 class Rows:
     """A table with a row of (first token, child) pairs for every node, sorted by token.

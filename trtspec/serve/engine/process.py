@@ -103,7 +103,7 @@ class EngineServer:
             max_batch_size=loop.scheduler.max_batch_size,
             kv_tokens=loop.scheduler.allocator.capacity,
             mode=loop.input_builder.mode.name,
-            max_draft_len=loop.depth_of(loop.input_builder.max_draft_len),
+            max_draft_len=loop.max_depth,
             lossy=loop.input_builder.forced_accept >= 0,
         )
 
