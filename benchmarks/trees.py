@@ -2,10 +2,11 @@
 
     python benchmarks/trees.py demo --method medusa
     python benchmarks/trees.py assistant --prompts 8 --max-tokens 64
+    python benchmarks/trees.py assistant --method suffix
 
-Each shape is an engine of its own on backend eager, which alone runs trees. All answer the same prompts, one at
-a time, greedily and at temperature 0.8, in turns. The table has medians of ratios of tokens per second to plain
-decoding, on eager too, prompts included. Texts are checked.
+Each shape is an engine of its own. "grown" and "merged" trees are shaped by each step. All engines answer the same
+prompts, one at a time, greedily and at temperature 0.8, in turns. The table has medians of ratios of tokens per second
+to plain decoding, on the same backend, prompts included. Texts are checked.
 """
 
 from __future__ import annotations
@@ -46,6 +47,38 @@ SHAPES: dict[str, list[tuple[int, ...]]] = {
 }  # fmt: skip
 
 
+GROWN: dict[str, dict[str, int]] = {  # a shape of their own in each step, by a model
+    f"grown, {nodes} nodes": {
+        "num_speculative_tokens": depth,
+        "dynamic_tree_max_topK": top_k,
+        "max_total_draft_tokens": nodes,
+    }
+    for nodes, depth, top_k in ((5, 3, 2), (7, 4, 3), (15, 5, 4))
+}
+MERGED: dict[str, dict[str, int]] = {  # by a drafter on the host
+    f"merged, {nodes} nodes": {"num_speculative_tokens": depth, "max_total_draft_tokens": nodes}
+    for nodes, depth in ((5, 3), (7, 5), (15, 7))
+}
+LOOKUPS: dict[str, dict[str, Any]] = {
+    "ngram": {"prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {},
+}
+
+
+def shapes_for(method: str, heads: int) -> dict[str, dict[str, Any]]:
+    """The settings of each shape that the method can have. heads: largest depth, 0 = any."""
+    chains = {
+        name: {"num_speculative_tokens": len(paths)} for name, paths in SHAPES.items() if name.startswith("chain")
+    }
+    if method in LOOKUPS:
+        return chains | MERGED
+    static = {name: {"speculative_token_tree": str(paths)} for name, paths in SHAPES.items() if name not in chains}
+    depths = {name: len(paths[-1]) for name, paths in SHAPES.items()}
+    depths |= {name: wishes["num_speculative_tokens"] for name, wishes in GROWN.items()}
+    every = chains | static | GROWN
+    return {name: wishes for name, wishes in every.items() if not heads or depths[name] <= heads}
+
+
 def answer(llm: LLM, prompts: list[list[int]], temperature: float, tokens: int) -> tuple[float, Any, SpeculationStats]:
     """Answer the prompts one at a time -> tokens per second, the answers' ids, counts of the steps."""
     start, made, counts = time.perf_counter(), [], []
@@ -60,31 +93,34 @@ def answer(llm: LLM, prompts: list[list[int]], temperature: float, tokens: int) 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("demo", "assistant"))
-    parser.add_argument("--method", default="eagle3", choices=("eagle3", "medusa"), help="medusa: demo only")
+    parser.add_argument("--method", default="eagle3", choices=("eagle3", "medusa", *LOOKUPS), help="medusa: demo only")
+    parser.add_argument("--backend", default="eager", choices=("eager", "auto"))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, *GROWN, *MERGED], help="default: all that there are")
     args = parser.parse_args()
-    if args.model == "assistant" and args.method != "eagle3":
-        parser.error("the assistant has an EAGLE3 head alone")
+    if args.model == "assistant" and args.method == "medusa":
+        parser.error("the assistant has no Medusa heads")
 
-    draft = str(HERE / args.method) if args.model == "demo" else (speculation_of("eagle3", 1) or {})["model"]
+    wishes: dict[str, Any] = {"method": args.method, **LOOKUPS.get(args.method, {})}
+    if args.method not in LOOKUPS:
+        own = str(HERE / args.method)
+        wishes["model"] = own if args.model == "demo" else (speculation_of("eagle3", 1) or {})["model"]
     checkpoint = TARGET if args.model == "demo" else model_folder()
-    limits: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": 1024, "backend": "eager"}
-    heads = 0 if args.method == "eagle3" else 3  # the demo's Medusa heads
-    shapes = [name for name in args.shapes if not heads or len(SHAPES[name][-1]) <= heads]
+    limits: dict[str, Any] = {"max_batch_size": 1, "max_seq_len": 1024, "backend": args.backend}
+    every = shapes_for(args.method, 0 if args.method != "medusa" else 5)  # the demo's Medusa heads
+    shapes = [name for name in args.shapes or every if name in every]
     rows: dict[tuple[str, float], list[float]] = {}
     lengths: dict[tuple[str, float], SpeculationStats] = {}
     different: set[str] = set()
     with ExitStack() as stack:
         engines: dict[str, LLM] = {}
         for name in ("plain", *shapes):
-            wish = None
-            if name != "plain":
-                wish = {"method": args.method, "model": draft, "speculative_token_tree": str(SHAPES[name])}
+            wish = None if name == "plain" else {**wishes, **every[name]}
             llm = LLM(checkpoint, wish, generation_config="off", enable_prefix_caching=False, **limits)
             engines[name] = stack.enter_context(llm)
+        num_rows = {name: 1 + llm.engine.loop.input_builder.max_draft_len for name, llm in engines.items()}
         tokenizer = engines["plain"].tokenizer
         assert tokenizer is not None
         asked = [tokenizer.encode(PROMPTS[i % len(PROMPTS)]) for i in range(min(args.prompts, len(PROMPTS)))]
@@ -105,7 +141,7 @@ def main() -> int:
     print("| shape | rows | greedy: accepted length | speed-up | T = 0.8: accepted length | speed-up |")
     print("|---|---|---|---|---|---|")
     for name in shapes:
-        cells = [str(1 + len(SHAPES[name]))]
+        cells = [str(num_rows[name])]
         for temperature in (0.0, 0.8):
             pairs = zip(rows[name, temperature], rows["plain", temperature], strict=True)
             cells += [f"{lengths[name, temperature].acceptance_length:.2f}"]
