@@ -41,7 +41,6 @@ def main() -> int:
         for shape, modes in (("static", MODES), ("dynamic", DYNAMIC))
         for i, mode in enumerate(modes)
         for pair in (pairs if backend != "aoti" else [pairs[i % len(pairs)]])
-        if (backend, shape) != ("cuda", "dynamic") or not mode.use_one_engine()  # which is refused
     ]
     with tempfile.TemporaryDirectory() as scratch:
         trees = Trees(Path(scratch), REQUESTS)

@@ -12,6 +12,9 @@ from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, ru
 from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
+from trtspec.core import StepInputs
+from trtspec.engine.batch import InputBuilder
+from trtspec.engine.scheduler import Batch
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
@@ -40,6 +43,23 @@ class TreeCell:
     verdict: str
     acceptance: tuple[float, ...] = ()
     preemptions: int = 0
+
+
+class Watched:
+    """An InputBuilder that notes requests with rows past their blocks, where no row may be."""
+
+    def __init__(self, inner: InputBuilder, past: list[str]) -> None:
+        self.inner, self.past = inner, past
+
+    def build(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
+        for request, num_rows, draft_len, _ in batch:
+            end, rows = request.num_scheduled_tokens + num_rows, len(request.kv.blocks) * LIMITS["block_size"]
+            if end > rows:
+                self.past.append(f"request {request.request_id}, {draft_len} drafts up to row {end} of {rows}")
+        return self.inner.build(batch, next_draft_len)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class Trees:
@@ -86,6 +106,8 @@ class Trees:
         """Check one cell. A batch of several runs in a cache that is too small for it."""
         target = RECIPES[mode].target
         with self._open(mode, shape, target, backend, dtype, batch, **(TIGHT if batch > 1 else ROOMY)) as llm:
+            past: list[str] = []
+            llm.engine.loop.input_builder = Watched(llm.engine.loop.input_builder, past)  # type: ignore[assignment]
             run = run_together(llm.engine, self.cases)
             shares = run.speculation.acceptance_per_position
             wrong = []
@@ -94,6 +116,8 @@ class Trees:
                 wrong.append(f"{len(differing)} outputs differ, the first is that of request {differing[0]}")
             if len(shares) != DEPTH or not all(0 < share < 1 for share in shares):
                 wrong.append(f"acceptance {list(shares)}: not right now and then, and wrong, at each of {DEPTH} depths")
+            if past:
+                wrong.append(f"rows past a request's blocks: {past[0]}")
             if batch > 1 and not llm.engine.stats.preemptions:
                 wrong.append("nobody was preempted")
             try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.async_stand_in import HostQueue
+from tests.contract.trees import Watched
 from tests.e2e.conformance import CASES, LIMITS, assert_as_planned, make_models
 from tests.e2e.tiny import VOCAB, Outcome, Run, assert_all_blocks_free, run_alone, run_together, with_constraints
 from trtspec import LLM, SamplingParams
@@ -20,6 +21,7 @@ from trtspec.build.plan import plan_build
 from trtspec.config.engine import EngineConfig
 from trtspec.config.tree import node_depths
 from trtspec.core import Proposal
+from trtspec.engine.overlap import OverlapLoop
 from trtspec.errors import ConfigError, EngineError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.protocols import DraftRequest
@@ -63,10 +65,25 @@ def check_drafts_change_nothing(llm: LLM, plain: list[Outcome]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("mode", ["eagle3 in two", "draft_model", "ngram", "suffix"])
+@pytest.mark.parametrize("mode", MODES)
 def test_tokens_on_a_gpu(mode: str, models: Path, plain: list[Outcome], work: HostQueue) -> None:
+    """With one engine, steps are launched before the trees of the last one are known on the host."""
     with LLM(models / "target", speculation(mode, models), backend="cuda", debug=True, **SIZES) as llm:
+        assert isinstance(llm.engine.loop, OverlapLoop) == (mode == "eagle3")
         check_drafts_change_nothing(llm, plain)
+        assert (work.num_replayed > 10) == (mode != "eagle3 in two"), "states have no CUDA graphs"
+
+
+def test_a_gpu_draws_the_trees_of_the_host(models: Path, work: HostQueue) -> None:
+    """The drafts that stay on the device are accepted as often as those that the host hands on."""
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=120, ignore_eos=True) for t in (0.0, 2.0)]
+    stats = []
+    for settings in ({}, {"backend": "cuda", "debug": True}, {"backend": "cuda", "disable_overlap_scheduler": True}):
+        with LLM(models / "target", speculation("eagle3", models), **SIZES | {"num_kv_blocks": 400}, **settings) as llm:
+            llm.generate([[3, 4, 5]] * 2, params)
+            stats.append(llm.engine.stats.speculation)
+    assert stats[0].acceptance_per_position == stats[2].acceptance_per_position
+    assert stats[0].num_accepted_tokens - 12 < stats[1].num_accepted_tokens
 
 
 @pytest.mark.parametrize(
@@ -155,6 +172,38 @@ def test_any_tree_of_a_users_drafter(models: Path, plain: list[Outcome]) -> None
     assert all(share > 0.3 for share in run.speculation.acceptance_per_position[:2])
 
 
+class Wide(Branches):
+    """A drafter of as many siblings as it may give, of which the last one is right."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
+        K = max(request.max_draft_len for request in requests)
+        tokens = torch.zeros(len(requests), K, dtype=torch.int64)
+        for row, request in zip(tokens, requests, strict=True):
+            n = request.max_draft_len
+            right = self.answers[request.request_id][len(request.tokens)]
+            row[:n] = torch.tensor([*[one for one in range(VOCAB) if one != right][: n - 1], right])
+        lens = torch.tensor([request.max_draft_len for request in requests])
+        return Proposal(tokens, lens, draft_parents=torch.full_like(tokens, -1))
+
+
+def test_a_wide_tree_at_the_length_limit(models: Path) -> None:
+    """All nodes may be at depth 1, also where only one more token fits. Their rows have blocks of their own."""
+    sizes = {**SIZES, "max_batch_size": 8, "max_num_tokens": 8 * (NODES + 1), "num_kv_blocks": None, "max_seq_len": 41}
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=35, ignore_eos=True) for t in (0.0, 1.0)] * 12
+    prompts = [[1 + (i * 7 + j * 3) % (VOCAB - 1) for j in range(6)] for i in range(24)]
+    with LLM(models / "target", **sizes | {"max_num_tokens": 64}) as llm:
+        plain = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+    answers = [[*prompt, *ids] for prompt, ids in zip(prompts, plain, strict=True)] * 2
+    with LLM(models / "target", custom(Wide(answers)), **sizes) as llm:
+        past: list[str] = []
+        llm.engine.loop.input_builder = Watched(llm.engine.loop.input_builder, past)  # type: ignore[assignment]
+        for _ in range(2):  # the second time with blocks that the first one published
+            found = [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+            assert found == plain
+            assert not past
+        assert llm.engine.stats.speculation.acceptance_length > 1.8
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -195,12 +244,16 @@ def test_a_tree_for_an_engine_of_chains_is_refused(models: Path, plain: list[Out
 @pytest.mark.parametrize(
     ("mode", "wishes", "error", "words"),
     [
-        ("eagle3", {"max_total_draft_tokens": 2}, ConfigError, "=2 is less than num.*=3, .* use at least 3"),
+        (
+            "eagle3",
+            {"max_total_draft_tokens": 2},
+            ConfigError,
+            "=2 is less than 3, the depth of the tree; use at least 3",
+        ),
         ("eagle3", {"max_total_draft_tokens": 22}, ConfigError, "has at most 21 nodes; use at most 21"),
         ("eagle3", {"dynamic_tree_max_topK": None}, ConfigError, "without dynamic_tree_max_topK; set it"),
         ("eagle3", {"draft_confidence_threshold": 0.5}, UnsupportedError, "with max_total_draft_tokens=10, which br"),
-        ("eagle3", {"parallel_drafting": True}, Exception, "mode=P_EAGLE"),
-        ("eagle3", {"num_speculative_tokens": "auto"}, Exception, "'auto'|max_total_draft_tokens"),
+        ("eagle3", {"num_speculative_tokens": "auto"}, UnsupportedError, "'auto' with max_total_draft_tokens=10"),
         ("ngram", {"dynamic_tree_max_topK": 3}, ConfigError, "means nothing to method='ngram', which finds its trees"),
         ("ngram", {"is_public_pool": True}, UnsupportedError, "is_public_pool=True with max_total_draft_tokens=10"),
         ("ngram", {"num_speculative_tokens": "auto"}, UnsupportedError, "'auto' with max_total_draft_tokens=10"),
@@ -213,12 +266,9 @@ def test_what_is_not_built_is_refused(
         LLM(models / "target", {**speculation(mode, models), **wishes}, **SIZES)
 
 
-def test_a_gpu_shapes_no_trees_in_one_engine(models: Path, work: HostQueue) -> None:
-    with pytest.raises(UnsupportedError, match="in one engine on backend cuda is not built yet; use a speculative_tok"):
-        LLM(models / "target", speculation("eagle3", models), backend="cuda", **SIZES)
-
-
 def test_onnx_has_no_trees(models: Path, tmp_path: Path) -> None:
     wanted = read_speculative_config(speculation("ngram", models))
-    with pytest.raises(UnsupportedError, match="branches on backend onnx is not built yet; use backend eager, cuda"):
+    with pytest.raises(
+        UnsupportedError, match="a draft tree on backend onnx is not built yet; use backend eager, cuda"
+    ):
         build_engine(models / "target", tmp_path, wanted, EngineConfig(backend="onnx", dtype="float32", **SIZES))

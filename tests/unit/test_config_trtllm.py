@@ -250,10 +250,6 @@ def test_converts(config: DecodingBaseConfig, expected: dict[str, Any]) -> None:
             NGramDecodingConfig(advanced_sampling_mode="no_topk"),
             r"advanced_sampling_mode='no_topk' is not built yet; leave",
         ),
-        (
-            DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=7),
-            r"max_total_draft_tokens=7 with max_draft_len=3 is a tree, which is not built yet; leave it unset",
-        ),
         (UserProvidedDecodingConfig(drafter="m:C", resource_manager=object()), r"resource_manager=<object.*; keep the"),
         (
             Eagle3DecodingConfig(eagle3_model_arch="mistral_large3"),
@@ -394,3 +390,9 @@ def test_a_dynamic_tree() -> None:
 def test_a_dynamic_tree_that_is_half_described(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Eagle3DecodingConfig(**fields).to_speculative_config()
+
+
+def test_a_number_of_nodes_alone_is_no_tree() -> None:
+    config = DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=7, speculative_model="/d")
+    with pytest.raises(ConfigError, match="max_total_draft_tokens=7 with max_draft_len=3 is a tree; give its paths"):
+        config.to_speculative_config()

@@ -48,3 +48,19 @@ def test_a_chunk_goes_when_all_that_was_committed_of_it_was_read() -> None:
     assert states.rows(request, 1, 2) is not None
     states.drop(request, 2)
     assert not states._chunks[3]
+
+
+def test_rows_of_an_accepted_path_are_kept_in_its_order() -> None:
+    """A context's rows are in line, whatever the path says of it."""
+    states = RowStates()
+    batch = [
+        SimpleNamespace(
+            request=SimpleNamespace(request_id=i, kv=SimpleNamespace(committed=0)), num_rows=rows, is_context=i == 0
+        )
+        for i, rows in enumerate((4, 5))
+    ]
+    path = torch.tensor([[0, -1, -1, -1, -1], [0, 2, 4, -1, -1]])
+    states.collect(batch, torch.arange(9.0)[:, None], path)  # type: ignore[arg-type]
+    kept = [states.rows(row.request, 0, count) for row, count in zip(batch, (4, 3), strict=True)]
+    assert [None if one is None else one[:, 0].tolist() for one in kept] == [[0, 1, 2, 3], [4, 6, 8]]
+    assert states.rows(batch[1].request, 0, 4) is None

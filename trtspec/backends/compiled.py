@@ -315,7 +315,8 @@ class CompiledExecutable(ABC):
             raise EngineError(f"draft_lens is {drafts}; allowed are 0..{most}")
         if len(gathered) != len(drafts) + sum(drafts):
             raise EngineError(f"{len(drafts)} requests with {sum(drafts)} drafts have {len(gathered)} gather_ids")
-        generations = C == 0 or (K == 0 and not self.compiled.makes_drafts)  # a row each, of either kind
+        plain = not (self.compiled.makes_drafts or self.compiled.verifies_drafts)
+        generations = C == 0 or (K == 0 and plain)  # a row each, of either kind
         uniform = generations and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
         self._last_layout = tensors, versions, sizes, uniform
         return uniform

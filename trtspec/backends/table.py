@@ -67,8 +67,8 @@ class Backend:
         if branches and not self.trees:
             trees = ", ".join(row.name for row in BACKENDS.values() if row.trees)
             raise UnsupportedError(
-                f"a speculative_token_tree that branches on backend {self.name} is not built yet; use backend {trees}, "
-                "or leave it unset"
+                f"a draft tree on backend {self.name} is not built yet; use backend {trees}, or leave "
+                "speculative_token_tree and max_total_draft_tokens unset"
             )
         if self.causal and mode.drafts_in_blocks():
             raise UnsupportedError(

@@ -17,7 +17,7 @@ from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.config.speculation_plan import SpeculationPlan
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.config.tree import DynamicTree, Tree
+from trtspec.config.tree import Tree
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.methods.table import Method, method_of
 from trtspec.models.weights import DTYPES
@@ -173,8 +173,9 @@ def plan_context(
         raise ConfigError(f"max_seq_len = {max_seq_len} exceeds the checkpoint's {target.max_seq_len}; lower it")
     draft, spec_plan = plan_for_target(asked, target, max_seq_len, config)
     if built is not None and own is None and spec_plan is not None and spec_plan.shapes_graphs:
+        what = spec_plan.mode.name if spec_plan.mode.shapes_graphs() else "a draft tree"
         raise ConfigError(
-            f"engine {built.path} was built without speculation, and {spec_plan.mode.name} needs graphs of its own; "
+            f"engine {built.path} was built without speculation, and {what} needs graphs of its own; "
             "build an engine with it: trtspec build --speculative_decoding_mode"
         )
     if spec_plan is not None:
@@ -209,11 +210,6 @@ def _check(context: BuildContext) -> None:
         raise UnsupportedError(
             f"num_speculative_tokens='auto' on backend {context.backend.name} is not built yet; set a number, to 3 for "
             "a start"
-        )
-    if isinstance(context.tree, DynamicTree) and context.mode.use_one_engine() and context.backend.device == "cuda":
-        raise UnsupportedError(
-            f"max_total_draft_tokens={context.tree.num_nodes} in one engine on backend {context.backend.name} is not "
-            "built yet; use a speculative_token_tree, or one_engine=False where the method has it"
         )
     inside = ("target", context.target)  # holds draft layers that have no checkpoint of their own
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))

@@ -8,7 +8,8 @@ from math import prod
 import torch
 
 from trtspec.backends.sizes import Sizes
-from trtspec.methods.step import GATE_UP, Step
+from trtspec.methods.head import GATE_UP
+from trtspec.methods.step import Step
 from trtspec.models.layers import Linear
 
 

@@ -213,6 +213,8 @@ class _Build:
         start = time.perf_counter()
         try:
             with _compiling_in(output.parent / "compiler"):
+                if in_graphs is not None and in_graphs.drafter is not None:  # graphs do not depend on it
+                    in_graphs = in_graphs.model_copy(update={"drafter": "given:at start"})
                 build_engine(context.target.path, output, in_graphs, config, report=self.detail)
         except DependencyError as error:
             why, _, remedy = str(error).partition("; ")

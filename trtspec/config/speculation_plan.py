@@ -99,12 +99,24 @@ class SpeculationPlan:
     def rows_ahead(self) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""
         ahead = self.mode.rows_ahead(self.num_speculative_tokens)
-        return ahead if self.tree is None else max(ahead, self.tree.draft_rows + 1)
+        if isinstance(self.tree, DynamicTree) and not self.tree.top_k:
+            return max(ahead, self.tree.num_nodes)  # a step without drafts may be followed by a whole tree
+        return ahead if self.tree is None else max(ahead, self._tree_rows + 1)
 
     @property
     def branch_rows(self) -> int:
-        """Number of rows of a step that its tokens do not need, as branches of a tree have rows of their own: N - K."""
-        return self.max_total_draft_tokens - self.num_speculative_tokens
+        """Number of rows past a request's length limit that a step may have, as branches have rows of their own.
+
+        A step whose drafts are at most d tokens ahead ends d tokens before the limit. A static tree then has N - K
+        nodes more than d at most, as each further depth has a node. A dynamic tree may have all its nodes at depth 1.
+        """
+        depth = 1 if isinstance(self.tree, DynamicTree) else self.num_speculative_tokens
+        return self.max_total_draft_tokens - depth
+
+    @property
+    def _tree_rows(self) -> int:
+        """Number of draft KV rows of a tree: those of the nodes that draft passes run."""
+        return 0 if self.tree is None or self.mode.drafts_without_kv() else self.tree.draft_rows
 
     @property
     def num_lookahead_slots(self) -> int:
@@ -115,11 +127,12 @@ class SpeculationPlan:
     def num_extra_kv_tokens(self) -> int:
         """Number of KV rows that may be written after the num_lookahead_slots rows: K - 1 for a chain.
 
-        For a tree it is max(N - K, P), where P is the number of nodes that draft passes run: those with children.
+        For a tree it is branch_rows or P, whichever is more. P is the number of nodes that draft passes run: those with
+        children.
         """
         if self.tree is None:
             return max(self.num_speculative_tokens - 1, 0)
-        return max(self.max_total_draft_tokens - self.num_speculative_tokens, self.tree.draft_rows)
+        return max(self.branch_rows, self._tree_rows)
 
 
 def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:

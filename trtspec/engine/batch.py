@@ -106,7 +106,8 @@ class _Frame:
         if self.layout.shapes_trees:
             generations = [row for row in batch if not row.is_context]
             for parents, (request, _, num_drafts, _) in zip(self.draft_parents, generations, strict=True):
-                parents[:num_drafts] = request.draft_parents[:num_drafts]
+                known = not request.input_in_flight  # else the previous step has them, see InputBuilder.carry
+                parents[:num_drafts] = request.draft_parents[:num_drafts] if known else -1
         self.input_ids.take(self.layout.draft_rows, out=self.draft_tokens)
         np.add(self.kv_lens[self.layout.owners], self.layout.back, out=self.positions)
         return self._changed()

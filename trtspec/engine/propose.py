@@ -107,15 +107,14 @@ class Proposer:
                 lengths = [min(length, self.chooser.made) for length in lengths]
             self._ask([one for one in zip(requests, lengths, depths, strict=True) if one[1] > 0])
         else:
-            for request, length in zip(requests, lengths, strict=True):
+            for request, length, depth in zip(requests, lengths, depths, strict=True):
+                if self.shapes_trees:
+                    _keep_within(request, depth)
                 if length > 0 and request.kv.draft_kv_len < request.kv.committed:
                     self.num_stale += 1
                     request.drafts = []
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
-        if self.shapes_trees:
-            for request, depth in zip(requests, depths, strict=True):
-                _keep_within(request, depth)
         if self.chooser is not None:
             drafting = [request for request in requests if request.drafts]
             drafts = [(request.request_id, len(request.drafts)) for request in drafting]
@@ -206,8 +205,10 @@ class Proposer:
             if all(request.speculates for request, *_ in asked):
                 self._blame_nobody(error, len(asked))
             return
-        for (request, *_), (drafts, parents, kv_len) in zip(asked, answers, strict=True):
+        for (request, _, depth), (drafts, parents, kv_len) in zip(asked, answers, strict=True):
             request.drafts, request.draft_parents = drafts, parents
+            if self.shapes_trees:
+                _keep_within(request, depth)
             request.kv.draft_kv_len = kv_len
             if self.states is not None:
                 self.states.drop(request, kv_len)

@@ -19,16 +19,23 @@ class RowStates:
     def __init__(self) -> None:
         self._chunks: dict[int, list[tuple[int, Tensor]]] = {}  # request id -> (first row, states), in order
 
-    def collect(self, batch: Batch, states: Tensor) -> None:
-        """Store the states [T, width] of a step's packed rows. Call this before the step is committed."""
+    def collect(self, batch: Batch, states: Tensor, path: Tensor | None = None) -> None:
+        """Store the states [T, width] of a step's packed rows. Call this before the step is committed.
+
+        path: [B, K+1], the rows that a draft tree accepts of each request (core.Verdict); None = rows are in line. Only
+        the states of these rows are kept, in their order.
+        """
+        lines = [None] * len(batch) if path is None else path.tolist()
         parts = torch.split(states, [row.num_rows for row in batch])
-        for row, part in zip(batch, parts, strict=True):
+        for row, part, line in zip(batch, parts, lines, strict=True):
             start, chunks = row.request.kv.committed, self._chunks.setdefault(row.request.request_id, [])
             while chunks and chunks[-1][0] >= start:
                 chunks.pop()
             if chunks:
                 first, before = chunks[-1]
                 chunks[-1] = first, before.cpu()
+            if line is not None and not row.is_context:
+                part = part[torch.tensor([one for one in line if one >= 0], device=part.device)]
             chunks.append((start, part.clone()))
 
     def rows(self, request: Request, start: int, end: int) -> Tensor | None:

@@ -42,7 +42,7 @@ class Scheduler:
     `reuse`: shares blocks between requests, None = blocks are not shared. `forks_draft_kv`: samples of a prompt share
     only rows that have draft KV, as it cannot be computed later. `provisional`: number of last rows that are computed
     again, see kv.reuse. `branch_rows`: number of rows past a request's length limit that a draft tree may need, as its
-    branches have rows of their own: N - K.
+    branches have rows of their own.
     """
 
     def __init__(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from trtspec.config.tree import node_depths
@@ -80,10 +79,12 @@ class StepLoop:
     def deliver(self, batch: Batch, outputs: StepOutputs) -> list[Emission]:
         """Apply the outputs of a launch to the requests of its batch, except to those that have ended meanwhile."""
         assert outputs.verdict is not None
-        for reader in (self.collector, self.proposer.states):
-            if reader is not None:
-                assert outputs.hidden_states is not None
-                reader.collect(batch, _in_line(batch, outputs.hidden_states, outputs.verdict.path))
+        if self.collector is not None:
+            assert outputs.hidden_states is not None
+            self.collector.collect(batch, outputs.hidden_states)
+        if self.proposer.states is not None:
+            assert outputs.hidden_states is not None
+            self.proposer.states.collect(batch, outputs.hidden_states, outputs.verdict.path)
         tokens, counts = outputs.verdict.tokens.tolist(), outputs.verdict.num_tokens.tolist()
         made = _drafts_of(batch, outputs)
         logits = _logits_of(batch, outputs)
@@ -221,18 +222,6 @@ class StepLoop:
             self.collector.ended(request)
         self.scheduler.remove(request)
         self.proposer.forget(request)
-
-
-def _in_line(batch: Batch, states: Tensor, path: Tensor | None) -> Tensor:
-    """The states [T, width] with those of the accepted path first in each generation; the order of others is junk."""
-    if path is None or path.shape[1] == 1:
-        return states
-    rows: list[int] = []
-    for row, taken in zip(batch, path.tolist(), strict=True):
-        first = len(rows)
-        kept = [] if row.is_context else [one for one in taken if one >= 0]
-        rows += [first + one for one in (*kept, *range(len(kept), row.num_rows))]
-    return states[torch.tensor(rows, device=states.device)]
 
 
 def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:

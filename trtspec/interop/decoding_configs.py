@@ -65,9 +65,10 @@ class DecodingBaseConfig(StrictConfig):
                 f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
             )
         if self.max_total_draft_tokens not in (None, self.max_draft_len, self._num_nodes):
-            raise UnsupportedError(
+            raise ConfigError(
                 f"{name}.max_total_draft_tokens={self.max_total_draft_tokens} with max_draft_len={self.max_draft_len} "
-                "is a tree, which is not built yet; leave it unset for a chain"
+                "is a tree; give its paths (eagle_choices, medusa_choices) or use_dynamic_tree=True of EAGLE3, or "
+                "leave it unset for a chain"
             )
         return SpeculativeConfig(
             **{

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from trtspec.core import KVSpec
 from trtspec.models.attention import PagedAttend
 
+GATE_UP = "gate and up of an MLP"
+"""Name of these tensors in row_widths."""
+
 
 class DraftHead(nn.Module, ABC):
     """A head over a vocabulary of Vd draft ids, each of which stands for one of the target's V ids.
@@ -49,6 +52,11 @@ class DraftHead(nn.Module, ABC):
         self.target_ids.copy_(target_ids)
         self.draft_ids.fill_(-1)
         self.draft_ids[target_ids] = torch.arange(len(target_ids))
+
+    @property
+    def row_widths(self) -> dict[str, int]:
+        """Elements per row of the widest tensors that contain all rows, by name, where they count."""
+        return {}
 
     def share(self, embedding: nn.Module, head: nn.Module) -> None:
         """Use the target's embedding [V, Ht] and lm_head [V, Ht] where the head has none of its own."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trtspec.config.speculation_plan import SpeculationPlan
+from trtspec.config.speculation_plan import SpeculationPlan, scheduled_draft_lens
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.drafter import DraftModel
 from trtspec.methods.rows import Piece, pack_rows
@@ -37,7 +37,10 @@ class HeadDrafter:
     def of(cls, speculation: SpeculationPlan, model: DraftModel | None, max_num_tokens: int) -> HeadDrafter:
         """Build the drafter from the loaded head."""
         assert model is not None
-        return cls(model.executable, max_num_tokens, model.draft_lens, speculation.mode.reads_hidden_states())
+        lengths = model.draft_lens
+        if speculation.dynamic_tree is not None and not lengths:  # how deep a tree grows follows from its number
+            lengths = tuple(sorted(scheduled_draft_lens(speculation)))
+        return cls(model.executable, max_num_tokens, lengths, speculation.mode.reads_hidden_states())
 
     def forget(self, request_id: int) -> None:
         """Do nothing: no state is kept outside the KV cache."""

@@ -31,8 +31,8 @@ def plan_dynamic_tree(config: SpeculativeConfig, k: int, mode: SpeculativeDecodi
         return None
     if nodes < k:
         raise ConfigError(
-            f"max_total_draft_tokens={nodes} is less than num_speculative_tokens={k}, the depth of the tree; use at "
-            f"least {k}"
+            f"max_total_draft_tokens={nodes} is less than {k}, the depth of the tree; use at least {k}, or a smaller "
+            "num_speculative_tokens"
         )
     if not mode.drafts_trees():
         return DynamicTree(k, nodes)
@@ -74,7 +74,7 @@ def check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
         _check_dynamic(config, spec_plan, text)
     elif not set(chain(spec_plan.num_speculative_tokens)) <= set(spec_plan.speculative_token_tree):
         raise ConfigError(
-            f"speculative_token_tree={text!r} does not contain the likeliest chain of its depth, which is worth more "
+            f"{text} does not contain the likeliest chain of its depth, which is worth more "
             f"than any other node; add {chain(spec_plan.num_speculative_tokens)}"
         )
 

@@ -15,13 +15,11 @@ from trtspec.core import AttnMetadata, KVLayer, KVSpec, StepInputs, StepOutputs,
 from trtspec.errors import UnsupportedError
 from trtspec.kv.groups import layer_groups
 from trtspec.methods.draw import draw
+from trtspec.methods.head import GATE_UP
 from trtspec.methods.tree import TreeTables
 from trtspec.methods.worker import SpecWorker
 from trtspec.models.attention import FunctionalAttend, PagedAttend
 from trtspec.models.decoder import Decoder
-
-GATE_UP = "gate and up of an MLP"
-"""Name of these tensors in Step.row_widths."""
 
 
 class Step(nn.Module, ABC):
@@ -368,8 +366,9 @@ class HeadStep(Step):
 
     @property
     def row_widths(self) -> dict[str, int]:
-        """Elements per row of the captured hidden states."""
-        return {"captured hidden states": self.hidden_width} if self.hidden_width else {}
+        """Elements per row of the captured hidden states, if there are any, and of the head's own tensors."""
+        captured = {"captured hidden states": self.hidden_width} if self.hidden_width else {}
+        return {**captured, **self.worker.head.row_widths}
 
     @property
     def hidden_width(self) -> int:

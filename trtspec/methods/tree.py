@@ -29,7 +29,6 @@ class Shape(NamedTuple):
 
     paths: Tensor  # [b, K+1, depth] int32
     depths: Tensor  # [b, K+1] int64, of each row
-    parents: Tensor  # [b, K] int64, the parent of each node, -1 = the root
 
 
 class TreeTables(nn.Module, ABC):
@@ -46,6 +45,10 @@ class TreeTables(nn.Module, ABC):
     @abstractmethod
     def shape(self, spec: SpecMetadata) -> Shape:
         """Return the trees that the step verifies."""
+
+    @abstractmethod
+    def parents_of(self, spec: SpecMetadata) -> Tensor:
+        """Return the parent of each node, [b, K] int64, -1 = the root; b as in Shape."""
 
     @property
     @abstractmethod
@@ -84,7 +87,7 @@ class TreeTables(nn.Module, ABC):
         K, T = spec.runtime_draft_len, inputs.input_ids.shape[0]
         if K == 0 or (not torch.compiler.is_compiling() and spec.num_generations == 0):  # a graph takes any number
             return inputs
-        paths, depths, _ = self.shape(spec)
+        paths, depths = self.shape(spec)
         paths = paths.expand(attn.batch_size, -1, -1)
         shifts = (depths - torch.arange(K + 1, device=depths.device)).expand(attn.batch_size, -1)  # depth less place
         if spec.is_uniform:
@@ -105,15 +108,15 @@ class TreeTables(nn.Module, ABC):
     def accepted(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
         """Accept strictly along the tree; see `accept_path`. sampled: [R], the target's own draw at each logits row."""
         K, emits = spec.runtime_draft_len, spec.next_prompt_token < 0
-        own, drafts, parents = spec.per_request(sampled), spec.drafts_per_request(), self.shape(spec).parents
+        own, drafts, parents = spec.per_request(sampled), spec.drafts_per_request(), self.parents_of(spec)
         return accept_path(own, drafts, parents, spec.draft_lens, spec.forced_accept, emits, self.depth_within(K))
 
 
 class StaticTables(TreeTables):
     """A tree that all requests have.
 
-    paths: [N+1, depth] int32, depths: [N+1] int64, parents: [N] int64 are those of Shape. inner_<d>: [n, depth] int32,
-    paths of the n nodes of depth d that have children, in places among all nodes that have children.
+    paths: [N+1, depth] int32 and depths: [N+1] int64 are those of Shape. parents: [N] int64, -1 = the root. inner_<d>:
+    [n, depth] int32, paths of the n nodes of depth d that have children, in places among all nodes that have children.
     """
 
     tree: DraftTree
@@ -143,7 +146,10 @@ class StaticTables(TreeTables):
 
     def shape(self, spec: SpecMetadata) -> Shape:
         K = spec.runtime_draft_len
-        return Shape(self.paths[None, : K + 1], self.depths[None, : K + 1], self.parents[None, :K])
+        return Shape(self.paths[None, : K + 1], self.depths[None, : K + 1])
+
+    def parents_of(self, spec: SpecMetadata) -> Tensor:
+        return self.parents[None, : spec.runtime_draft_len]
 
     @property
     def most_inner(self) -> int:
@@ -185,7 +191,7 @@ class DynamicTables(TreeTables):
         self.tree = tree
 
     def shape(self, spec: SpecMetadata) -> Shape:
-        parents = spec.parents_per_request()  # [B, K]
+        parents = self.parents_of(spec)  # [B, K]
         B, K = parents.shape
         node = torch.arange(-1, K, device=parents.device).expand(B, -1)  # [B, K+1]
         upwards = [node]  # of each row: its node, the parent of it, ...; -1 = the root, and what would be past it
@@ -196,7 +202,10 @@ class DynamicTables(TreeTables):
         depths = (lines >= 0).sum(2)
         place = depths[:, :, None] - 1 - torch.arange(lines.shape[2], device=lines.device)  # in reverse order
         paths = torch.where(place >= 0, lines.gather(2, place.clamp(min=0)), -1)
-        return Shape(paths.int(), depths, parents)
+        return Shape(paths.int(), depths)
+
+    def parents_of(self, spec: SpecMetadata) -> Tensor:
+        return spec.parents_per_request()
 
     @property
     def most_inner(self) -> int:

@@ -119,7 +119,8 @@ def grow_tree(
         n = outputs.shape[1]
         found, values = children(d - 1, outputs.flatten(0, 1), _repeated(sampling, n), top_k)
         own = values - values.logsumexp(1, keepdim=True)  # [B * n, top_k]
-        own = torch.where(values > float("-inf"), own, float("-inf")).view(B, n, top_k)
+        own = torch.where((values > float("-inf")) & (own > float("-inf")), own, float("-inf"))  # of NaN: not above
+        own = own.view(B, n, top_k)
         found = found.view(B, n, top_k)
         if beam is None or scores_of_beam is None:
             level_parents = torch.full((B, top_k), -1, device=device)

@@ -119,7 +119,9 @@ class CudaExecutable(CompiledExecutable):
         given = self._output_region(*most)
         self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
         device = work.device
-        # next_new_tokens and next_kv_lens of the last launch
+        # next_new_tokens, next_draft_parents and next_kv_lens of the last launch
+        shape = limits.max_batch_size, self._width - 1
+        self._new_parents = torch.full(shape, -1, dtype=torch.int64, device=device)
         self._new_tokens = torch.zeros(limits.max_batch_size, self._width, dtype=torch.int64, device=device)
         self._kept_lens = torch.zeros(limits.max_batch_size, dtype=torch.int32, device=device)
 
@@ -218,7 +220,8 @@ class CudaExecutable(CompiledExecutable):
         kept: list[Tensor] = []
 
         def keep() -> None:
-            kept.extend((self._new_tokens.clone(), self._kept_lens.clone()))  # outputs of the last step, for the next
+            # outputs of the last step, for the next
+            kept.extend(one.clone() for one in (self._new_tokens, self._kept_lens, self._new_parents))
 
         def step(there: dict[str, Tensor]) -> Mapping[str, Tensor]:
             named = {**there, **unused}
@@ -230,6 +233,7 @@ class CudaExecutable(CompiledExecutable):
         def put_back() -> None:
             self._new_tokens.copy_(kept[0])
             self._kept_lens.copy_(kept[1])
+            self._new_parents.copy_(kept[2])
 
         self._work.submit(keep)
         outputs = self._output_region(graph.draft_len, batch)
@@ -305,8 +309,11 @@ class CudaExecutable(CompiledExecutable):
             if graph.draft_len and self.compiled.verifies_drafts:
                 drafts = named["input_ids"].view(-1, graph.draft_len + 1)[:, 1:]
                 named["forced_accept"] = carry.read_forced(named["forced_accept"], drafts)
+            if "draft_parents" in named:
+                named["draft_parents"] = carry.read_parents(named["draft_parents"], self._new_parents)
             return [named[name] for name in graph.names]
-        inputs = carry.apply(step_inputs(named), self._new_tokens, self._kept_lens, vocab_size)
+        buffers = self._new_tokens, self._kept_lens, vocab_size, self._new_parents
+        inputs = carry.apply(step_inputs(named), *buffers)
         return list(graph.read(inputs))
 
     def _keep(self, outputs: list[Tensor], kv_lens: Tensor) -> None:
@@ -324,6 +331,8 @@ class CudaExecutable(CompiledExecutable):
         B, width = tokens.shape
         self._new_tokens[:B, :width].copy_(tokens)
         self._kept_lens[:B].copy_(kept)
+        if "next_draft_parents" in named:
+            self._new_parents[:B, : width - 1].copy_(named["next_draft_parents"])
 
 
 class ModuleOnCuda(CudaExecutable):

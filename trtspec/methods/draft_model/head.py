@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from trtspec.methods.head import DraftHead
+from trtspec.methods.head import GATE_UP, DraftHead
 from trtspec.methods.head_weights import HeadSource, HeadWeights
 from trtspec.models.attention import Attend
 from trtspec.models.decoder import Decoder
@@ -46,6 +46,12 @@ class DecoderHead(DraftHead):
             return attend(self.first_layer + layer, q, k, v)
 
         return self.decoder(input_ids, positions, attend_own_layer, rows)  # type: ignore[no-any-return]
+
+    @property
+    def row_widths(self) -> dict[str, int]:
+        """Elements per row of the hidden states and of an MLP's gate and up."""
+        spec = self.decoder.spec
+        return {"hidden states": spec.hidden_size, GATE_UP: 2 * spec.intermediate_size}
 
     def logits(self, y: Tensor, step: int = 0) -> Tensor:
         """Logits [R, V] fp32 of y [R, H]."""

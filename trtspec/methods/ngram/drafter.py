@@ -16,6 +16,9 @@ from trtspec.methods.ngram.options import NGramOptions
 from trtspec.methods.ngram.pool import NGramPoolDrafter
 from trtspec.protocols import Drafter, DraftRequest
 
+MATCHES_PER_DRAFT = 4
+"""Number of occurrences of an n-gram that are merged into a tree, for each of its drafts; most bring nothing new."""
+
 
 class NGramDrafter:
     """A drafter that copies the tokens after an earlier occurrence of the last n tokens.
@@ -56,7 +59,7 @@ class NGramDrafter:
         """Merge what follows each occurrence, in the order of preference: that of the chain first."""
         tokens, tree = self._history.update(request), TokenTree(request.max_draft_len)
         for ends in self._occurrences(tokens):
-            for end in ends.tolist():
+            for end in ends[: MATCHES_PER_DRAFT * request.max_draft_len].tolist():
                 if tree.is_full:
                     return tree
                 tree.add(tokens[end + 1 : end + 1 + (request.max_depth or 0)].tolist())

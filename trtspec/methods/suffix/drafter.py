@@ -165,8 +165,8 @@ class Matches(Protocol):
         """Number of occurrences, those that nothing follows included."""
         ...
 
-    def follow(self) -> Iterable[tuple[int, Matches]]:
-        """Return the tokens that follow, each with the occurrences of the string that is longer by it."""
+    def follow(self, least: int) -> Iterable[tuple[int, Matches]]:
+        """Return the tokens that follow `least` times, each with the occurrences of the string that is longer by it."""
         ...
 
 
@@ -233,8 +233,8 @@ class _InTree:
     def __init__(self, tree: SuffixTree, child: int, depth: int) -> None:
         self.tree, self.child, self.depth, self.count = tree, child, depth, tree.count(child)
 
-    def follow(self) -> Iterator[tuple[int, Matches]]:
-        for token, child in self.tree.follow(self.child, self.depth):
+    def follow(self, least: int) -> Iterator[tuple[int, Matches]]:
+        for token, child in self.tree.follow(self.child, self.depth, least):
             yield token, _InTree(self.tree, child, self.depth + 1)
 
 
@@ -295,9 +295,10 @@ class _InText:
     def __init__(self, text: NDArray[np.int64], ends: NDArray[np.int64], past: int = 0) -> None:
         self.text, self.ends, self.count = text, ends, len(ends) + past
 
-    def follow(self) -> Iterator[tuple[int, Matches]]:
+    def follow(self, least: int) -> Iterator[tuple[int, Matches]]:
         after = self.text[self.ends + 1]
-        for token in np.unique(after).tolist():
+        tokens, counts = np.unique(after, return_counts=True)
+        for token in tokens[counts >= least].tolist():
             if token != END:
                 yield token, _InText(self.text, self.ends[after == token] + 1)
 
@@ -313,7 +314,7 @@ def grow(tree: TokenTree, matches: Matches, depth: int, min_prob: float, request
     waiting: list[tuple[float, int, int, int, Matches]] = []
 
     def add(score: float, ahead: int, parent: int, found: Matches) -> None:
-        for token, longer in found.follow() if ahead <= depth else ():
+        for token, longer in found.follow(int(min_prob * total)) if ahead <= depth else ():
             if longer.count / total >= min_prob:
                 own = math.log(longer.count / total)
                 if not request.sampling.greedy:

@@ -270,8 +270,8 @@ class SuffixTree:
                 break
         return Guess(drafts.tolist(), score, total)
 
-    def follow(self, child: int, depth: int) -> list[tuple[int, int]]:
-        """Tokens that follow a string of `depth` tokens, each with the child for the string that is longer by it.
+    def follow(self, child: int, depth: int, least: int) -> list[tuple[int, int]]:
+        """Tokens that follow a string of `depth` tokens `least` times, each with the child for the longer string.
 
         child: the child with the shortest string that begins with the string, as `locate` returns it. END is left out.
         """
@@ -280,7 +280,9 @@ class SuffixTree:
         if child < 0 or depth < self._length[child]:  # inside an edge
             token = self._text[(~child if child < 0 else self._latest[child]) + depth]
             return [] if token == END else [(token, child)]
-        return [(token, below) for token, below in self._rows.items(child) if token != END]
+        return [
+            (token, below) for token, below in self._rows.items(child) if token != END and self.count(below) >= least
+        ]
 
     def count(self, child: int) -> int:
         """Number of occurrences of a string that ends at `child`."""
