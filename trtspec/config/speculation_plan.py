@@ -99,19 +99,17 @@ class SpeculationPlan:
     def rows_ahead(self) -> int:
         """Number of KV rows that drafting writes, or sees, after the rows of a step."""
         ahead = self.mode.rows_ahead(self.num_speculative_tokens)
-        if isinstance(self.tree, DynamicTree) and not self.tree.top_k:
-            return max(ahead, self.tree.num_nodes)  # a step without drafts may be followed by a whole tree
+        if self.dynamic_tree is not None and not self.dynamic_tree.top_k:
+            return max(ahead, self.dynamic_tree.num_nodes)  # a step without drafts may be followed by a whole tree
         return ahead if self.tree is None else max(ahead, self._tree_rows + 1)
 
     @property
     def branch_rows(self) -> int:
         """Number of rows past a request's length limit that a step may have, as branches have rows of their own.
 
-        A step whose drafts are at most d tokens ahead ends d tokens before the limit. A static tree then has N - K
-        nodes more than d at most, as each further depth has a node. A dynamic tree may have all its nodes at depth 1.
+        A step whose drafts are at most d tokens ahead ends d tokens before the limit, and may have more nodes than d.
         """
-        depth = 1 if isinstance(self.tree, DynamicTree) else self.num_speculative_tokens
-        return self.max_total_draft_tokens - depth
+        return 0 if self.tree is None else self.tree.branch_rows
 
     @property
     def _tree_rows(self) -> int:

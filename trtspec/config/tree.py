@@ -6,6 +6,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from trtspec.errors import ConfigError
 
@@ -36,6 +37,8 @@ class DraftTree:
     paths: as parse_tree returns them, so that parents come first, and the nodes up to any depth. The last number of a
     path is the rank of the node among the likeliest children of its parent.
     """
+
+    is_dynamic: ClassVar[bool] = False
 
     paths: tuple[tuple[int, ...], ...]
 
@@ -70,6 +73,15 @@ class DraftTree:
         """Number of KV rows that one drafting writes: those of nodes that have children. P."""
         return len(self.inner)
 
+    @property
+    def branch_rows(self) -> int:
+        """Most nodes within a depth d, less d: N - K, as each further depth has a node."""
+        return self.num_nodes - self.depth
+
+    def parents_for(self, own: Sequence[int]) -> Sequence[int]:
+        """Parents of a request's drafts, whose own shape would be `own`: those of the tree."""
+        return self.parents
+
     def within(self, depth: int) -> int:
         """Number of nodes of at most this depth; they come first."""
         return sum(one <= depth for one in self.depths)
@@ -88,6 +100,8 @@ class DynamicTree:
     children of each; 0 = a drafter on the host makes the trees.
     """
 
+    is_dynamic: ClassVar[bool] = True
+
     depth: int
     num_nodes: int
     top_k: int = 0
@@ -96,6 +110,15 @@ class DynamicTree:
     def draft_rows(self) -> int:
         """Number of KV rows that one drafting writes: `top_k` for each depth but the last."""
         return self.top_k * (self.depth - 1)
+
+    @property
+    def branch_rows(self) -> int:
+        """Most nodes within a depth d, less d: N - 1, as all nodes may be at depth 1."""
+        return self.num_nodes - 1
+
+    def parents_for(self, own: Sequence[int]) -> Sequence[int]:
+        """Parents of a request's drafts: `own`, the shape that its step chose."""
+        return own
 
     def within(self, depth: int) -> int:
         """Largest number of nodes of a tree of this depth."""

@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from trtspec.carry import Carry
-from trtspec.config.tree import DynamicTree, Tree
+from trtspec.config.tree import Tree
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.engine.constraints import logit_constraints
 from trtspec.engine.scheduler import Batch
@@ -241,7 +241,7 @@ class InputBuilder:
         return layout
 
     def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
-        shapes_trees = isinstance(self.tree, DynamicTree)
+        shapes_trees = self.tree is not None and self.tree.is_dynamic
         B, C = len(batch), sum([row.is_context for row in batch])
         num_rows = np.array([row.num_rows for row in batch], dtype=np.int32)
         draft_lens = np.array([row.draft_len for row in batch], dtype=np.int32)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trtspec.config.tree import DraftTree, Tree
+from trtspec.config.tree import Tree
 from trtspec.core import LogitConstraints
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch
@@ -56,7 +56,7 @@ def parents_of(request: Request, tree: Tree | None) -> Sequence[int]:
     """The draft before each of the request's drafts, -1 = the last token. There may be more of them than drafts."""
     if tree is None:
         return range(-1, len(request.drafts) - 1)
-    return tree.parents if isinstance(tree, DraftTree) else request.draft_parents
+    return tree.parents_for(request.draft_parents)
 
 
 def _penalties(rows: Sequence[_Row]) -> tuple[Tensor, Tensor, Tensor]:
