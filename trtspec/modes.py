@@ -114,6 +114,7 @@ class SpeculativeDecodingMode(enum.IntEnum):
     P_EAGLE = 19, one_engine("eagle3", parallel=True)
     DFLASH = 20, one_engine("dflash", parallel=True, in_blocks=True, unshifted=True)
     DSPARK = 21, one_engine("dspark", parallel=True, in_blocks=True, unshifted=True)
+    GRAMMAR = 22, host("grammar", kv_rewind=True)
 
     @staticmethod
     def from_string(name: str | None) -> SpeculativeDecodingMode:

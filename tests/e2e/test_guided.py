@@ -71,10 +71,13 @@ def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("drafts")
     head = make_eagle3(folder, target, (0, 1), tuple(range(len(PIECES))))
     return {
+        "grammar": {"method": "grammar"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
         "trees": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "max_total_draft_tokens": 7},
         "draft": {"method": "draft_model", "model": str(perturbed(target, 0.1, folder))},
         "eagle3": {"method": "eagle3", "model": str(head)},
+        "static tree": {"method": "eagle3", "model": str(head), "speculative_token_tree": "[(0,), (1,), (0, 0)]"},
+        "two engines": {"method": "eagle3", "model": str(head), "one_engine": False},
     }
 
 
@@ -136,17 +139,26 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("K", [1, 3])
-@pytest.mark.parametrize("mode", ["ngram", "trees", "draft", "eagle3"])
+@pytest.mark.parametrize(
+    ("mode", "K"),
+    [
+        *((mode, K) for mode in ("grammar", "ngram", "trees", "draft", "eagle3") for K in (1, 3)),
+        ("static tree", None),
+        ("two engines", 3),
+        ("grammar", "auto"),
+        ("eagle3", "auto"),
+    ],
+)
 def test_speculation_changes_nothing(
-    target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], mode: str, K: int
+    target: Path, speculation: dict[str, dict[str, Any]], plain: list[Any], mode: str, K: int | str | None
 ) -> None:
     """Speculation changes nothing in a cache too small for all.
 
     Preempted requests keep the positions of their guides.
     """
     prompts, params, _ = jobs()
-    with LLM(target, speculation[mode] | {"num_speculative_tokens": K}, num_kv_blocks=41, **LIMITS) as llm:
+    wanted = speculation[mode] | ({} if K is None else {"num_speculative_tokens": K})
+    with LLM(target, wanted, num_kv_blocks=41, **LIMITS) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert llm.get_metrics().preemptions > 0
         assert llm.get_metrics().speculation.num_accepted_tokens > 0
@@ -166,12 +178,55 @@ class Contrarian:
         """Do nothing: there is no state to drop."""
 
 
-def test_drafts_that_are_forbidden_cost_time_and_change_nothing(target: Path, plain: list[Any]) -> None:
+def test_drafts_that_are_forbidden_cost_no_rows(target: Path, plain: list[Any]) -> None:
+    """What a drafter guesses against the grammar is not verified. What the grammar forces is, in its place."""
     wanted = {"method": "custom_class", "drafter": Contrarian(), "num_speculative_tokens": 3}
     prompts, params, _ = jobs()
     with LLM(target, wanted, **LIMITS) as llm:
         assert told(llm.generate(prompts, params, use_tqdm=False)) == plain
-        assert llm.get_metrics().speculation.num_draft_tokens > 100
+        [request] = llm.engine.add_request([1, 2, 3], SamplingParams(structured_outputs=FORMS["grammar"], seed=0))
+        verified: list[int] = []
+        while llm.engine.has_work:
+            for emission in llm.engine.step():
+                verified += emission.drafts
+    assert request.error is None
+    assert PIECES.index("~") not in verified
+    assert verified.count(EOS) == 1
+    assert PIECES.index("(") in verified or PIECES.index(",") in verified
+
+
+def test_what_a_grammar_forces_is_accepted(target: Path) -> None:
+    """A text without a choice takes a step for each K + 1 tokens, after the first, which the prompt's step draws."""
+    text = "abcdefghijklmnopqrstuvw"
+    form = StructuredOutputs(choice=[text])
+    params = SamplingParams(temperature=1.0, seed=0, max_tokens=40, structured_outputs=form)
+    with LLM(target, {"method": "grammar", "num_speculative_tokens": 5}, **LIMITS) as llm:
+        [output] = llm.generate(["{}"], params, use_tqdm=False)
+    assert output.outputs[0].text == text
+    assert output.speculation.outcomes == {(6, 5): 4}
+
+
+def test_a_guide_that_cannot_draft_costs_its_request_the_drafts_alone(
+    target: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = Guide.draft
+
+    def draft(self: Guide, drafts: Sequence[int], most: int) -> list[int]:
+        if self is doomed:
+            raise RuntimeError("lost its way")
+        return real(self, drafts, most)
+
+    monkeypatch.setattr(Guide, "draft", draft)
+    with LLM(target, {"method": "grammar"}, **LIMITS) as llm:
+        params = SamplingParams(temperature=0.0, structured_outputs=FORMS["choice"])
+        (bad,), (good,) = (llm.engine.add_request([1, 2, 3], params) for _ in range(2))
+        doomed = bad.guide
+        while llm.engine.has_work:
+            llm.engine.step()
+    assert bad.error is None
+    assert bad.output_ids == good.output_ids
+    assert (bad.stats.num_draft_tokens, good.stats.num_draft_tokens > 0) == (0, True)
+    assert "the guide failed (RuntimeError: lost its way)" in caplog.text
 
 
 def test_other_requests_say_what_they_would_alone(target: Path) -> None:

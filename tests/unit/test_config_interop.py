@@ -44,6 +44,7 @@ BY_METHOD: dict[str, dict[str, Any]] = {
     "eagle": {**EAGLE3, "method": "eagle"},
     "dflash": DFLASH,
     "dspark": DSPARK,
+    "grammar": {"method": "grammar"},
 }
 NEAREST = {
     ("custom_class", TRT): "UserProvidedDecodingConfig in Python",
@@ -53,6 +54,8 @@ NEAREST = {
     ("eagle", TRT): "decoding_type Eagle3",
     ("custom_class", VLLM): "vLLM's own custom_class",
     ("auto", VLLM): "method='ngram'",
+    ("grammar", TRT): "decoding_type NGram",
+    ("grammar", VLLM): "method='ngram'",
     ("mlp_speculator", VLLM): "method='medusa' or 'eagle3'",
 }
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from trtspec.config.tree import DraftTree, chain, parse_tree
 from trtspec.core import SamplingTensors
@@ -18,7 +20,9 @@ from trtspec.methods.tree import accept_path
 from trtspec.ops import spec_accept
 from trtspec.ops.sample import noise_of
 from trtspec.sampling_params import RequestSampling, SamplingParams
+from trtspec.text import Tokenizer
 from trtspec.verify.grammar import Guide
+from trtspec.verify.grammar_drafts import Vocabulary
 
 SEVEN = DraftTree(parse_tree("[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (1, 0, 2)]"))
 VOCAB = 5
@@ -163,6 +167,8 @@ def test_masks_follow_the_branches_of_a_tree() -> None:
     """The mask of a node is that of a chain to it. Nodes that the grammar forbids, and those after them, have none."""
     xgrammar = pytest.importorskip("xgrammar", reason="pip install 'trtspec[guided]'")
     vocabulary = ["</s>", "a", "b", "c", "d"]
+    tokenizer = Tokenizer(tokenizers.Tokenizer(models.WordLevel({one: i for i, one in enumerate(vocabulary)})))
+    words = Vocabulary(tokenizer, [b"", *(one.encode() for one in vocabulary[1:])])
     info = xgrammar.TokenizerInfo(vocabulary, vocab_size=5, stop_token_ids=[0])
     compiled = xgrammar.GrammarCompiler(info).compile_regex("(ab|ba(c|d)?)(a|c)*")
     rng = random.Random(0)
@@ -170,7 +176,7 @@ def test_masks_follow_the_branches_of_a_tree() -> None:
     for _ in range(60):
         parents = [rng.randint(-1, i - 1) for i in range(8)]
         drafts = [rng.randrange(5) for _ in parents]
-        guide = Guide(xgrammar.GrammarMatcher(compiled), 1)
+        guide = Guide(xgrammar.GrammarMatcher(compiled), 1, words, [0])
         masks = torch.full((9, 1), -1, dtype=torch.int32)
         guide.fill(masks, drafts, parents)
         again = torch.full((9, 1), -1, dtype=torch.int32)
@@ -183,7 +189,7 @@ def test_masks_follow_the_branches_of_a_tree() -> None:
                 path.insert(0, up)
                 up = parents[up]
             alone: Any = torch.full((len(path) + 1, 1), -1, dtype=torch.int32)
-            Guide(xgrammar.GrammarMatcher(compiled), 1).fill(alone, [drafts[one] for one in path])
+            Guide(xgrammar.GrammarMatcher(compiled), 1, words, [0]).fill(alone, [drafts[one] for one in path])
             assert masks[node + 1].equal(alone[-1])
             seen.add(int(masks[node + 1]))
     assert len(seen) > 3

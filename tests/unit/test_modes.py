@@ -28,14 +28,15 @@ def words(text: str) -> list[str]:
 NAMES = words(
     "MTP MTP_EAGLE MTP_EAGLE_ONE_MODEL EAGLE3 EAGLE3_ONE_MODEL NGRAM DRAFT_TARGET USER_PROVIDED "
     "SAVE_HIDDEN_STATES NONE AUTO SUFFIX EAGLE EAGLE_ONE_MODEL MEDUSA MLP_SPECULATOR DRAFT_TARGET_ONE_MODEL PARD "
-    "P_EAGLE DFLASH DSPARK"
+    "P_EAGLE DFLASH DSPARK GRAMMAR"
 )
 STATE_HEADS = {"MEDUSA", "MLP_SPECULATOR"}
 SHIFTED = {"MTP", "MTP_EAGLE_ONE_MODEL", "EAGLE3_ONE_MODEL", "EAGLE_ONE_MODEL", "P_EAGLE"}
 WHOLE_MODELS = {"DRAFT_TARGET_ONE_MODEL", "PARD"}
 ONE_ENGINE = {*SHIFTED, *STATE_HEADS, *WHOLE_MODELS, "DFLASH", "DSPARK"}
 DRAFT_MODEL = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "MTP_EAGLE"}
-DRAFTER = {"EAGLE", "EAGLE3", "DRAFT_TARGET", "NGRAM", "USER_PROVIDED", "MTP_EAGLE", "SAVE_HIDDEN_STATES", "SUFFIX"}
+ON_HOST = {"NGRAM", "USER_PROVIDED", "SAVE_HIDDEN_STATES", "SUFFIX", "GRAMMAR"}
+DRAFTER = DRAFT_MODEL | ON_HOST
 
 TRUE_FOR = {
     "is_mtp_vanilla": {"MTP"},
@@ -65,7 +66,7 @@ TRUE_UPSTREAM = {
     "is_suffix": {"SUFFIX"},
     "without_logits": ONE_ENGINE,
     "support_capturable_guided_decoder": ONE_ENGINE,
-    "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX"},
+    "needs_kv_cache_rewind": {*ONE_ENGINE, "NGRAM", "SUFFIX", "GRAMMAR"},
     "needs_kv_cache_recompute": {"EAGLE", "EAGLE3", "MTP_EAGLE"},
     "support_overlap_scheduler": ONE_ENGINE | DRAFT_MODEL,
     "support_guided_decoder": {*DRAFTER, "NONE"},
@@ -80,7 +81,7 @@ class Progress:
 
 
 def test_members_keep_their_order_and_values() -> None:
-    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 22), strict=True))
+    assert [(mode.name, mode.value) for mode in M] == list(zip(NAMES, range(1, 23), strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)

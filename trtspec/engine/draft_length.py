@@ -29,9 +29,9 @@ LONGEST_REST = 64  # ... up to this
 
 
 class Outcome(NamedTuple):
-    """A request's part of a step that verified drafts."""
+    """A request's part of a step that verified drafts. source: its id, or ~id if its grammar made the drafts."""
 
-    request_id: int
+    source: int
     verified: int
     accepted: int
 
@@ -65,6 +65,7 @@ class _Known:
     """
 
     counts: Counts
+    shared: Counts  # those of all requests
     chances: list[float]  # [K], that a draft and all before it are accepted
     rest: int = 0  # steps until drafts are tried again; 0: they are used where they pay
     rest_batch: int = 0  # requests of the batch in which the rest began
@@ -109,7 +110,8 @@ class DraftLength:
         self.trace: list[tuple[str, tuple[Any, ...], object]] | None = None  # calls and results; None: not recorded
         self._last_asked: tuple[tuple[int, ...], int] = (), 0  # arguments and result of _could_pay
         self._last_answer = False
-        self._shared = Counts(most, SHARED_DECAY)
+        # what is expected of drafts that a drafter makes, and of those that grammars make
+        self._shared = {is_grammar: Counts(most, SHARED_DECAY) for is_grammar in (False, True)}
         self._requests: dict[int, _Known] = {}
 
     @property
@@ -119,13 +121,13 @@ class DraftLength:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Count what a step accepted."""
-        for request_id, verified, accepted in outcomes:
+        for source, verified, accepted in outcomes:
             if verified:
-                known = self._of(request_id)
+                known = self._of(source)
                 known.see_run(accepted > 0)
                 known.counts.observe(verified, accepted)
-                self._shared.observe(verified, accepted)
-                known.chances = self._chances(known.counts)
+                known.shared.observe(verified, accepted)
+                known.chances = self._chances(known)
         self._record("observe", (list(outcomes),), None)
 
     def make(self, limits: Sequence[tuple[int, int]], batch: int) -> int:
@@ -142,15 +144,16 @@ class DraftLength:
     def verify(self, drafts: Sequence[tuple[int, int]], batch: int) -> list[int]:
         """Number of drafts that each request verifies in the next launch, which has `batch` requests.
 
-        drafts: ids of those that speculate, and the number of drafts that there are of each.
+        drafts: sources (see Outcome) of the drafts of those that speculate, and the number of drafts of each.
         """
-        lengths = self._verify([(self._of(request_id), min(count, self.most)) for request_id, count in drafts], batch)
+        lengths = self._verify([(self._of(source), min(count, self.most)) for source, count in drafts], batch)
         self._record("verify", (list(drafts), batch), lengths)
         return lengths
 
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request that has ended."""
         self._requests.pop(request_id, None)
+        self._requests.pop(~request_id, None)
         self._record("forget", (request_id,), None)
 
     def _make(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> int:
@@ -208,7 +211,7 @@ class DraftLength:
                 if 4 * known.rest <= known.next_rest:
                     known.rest, known.probe = 0, PROBE_STEPS + 1  # in the last one, no more drafts are begun
                     known.counts.fade(KEPT)
-                    known.chances = self._chances(known.counts)
+                    known.chances = self._chances(known)
 
     def _could_pay(self, limits: tuple[int, ...], batch: int) -> bool:
         """Whether drafts would save time if all were accepted. limits: the most drafts of each request."""
@@ -256,14 +259,14 @@ class DraftLength:
                 best, least = tokens / seconds, chance
         return best, least
 
-    def _of(self, request_id: int) -> _Known:
-        known = self._requests.get(request_id)
+    def _of(self, source: int) -> _Known:
+        known = self._requests.get(source)
         if known is None:
-            counts = Counts(self.most, DECAY)
-            known = self._requests[request_id] = _Known(counts, self._chances(counts))
+            known = self._requests[source] = _Known(Counts(self.most, DECAY), self._shared[source < 0], [])
+            known.chances = self._chances(known)
         return known
 
-    def _chances(self, counts: Counts) -> list[float]:
+    def _chances(self, known: _Known) -> list[float]:
         """Chance that each draft is accepted with all before it, [K].
 
         What is expected at a position follows the request's own share at the position before. So where text has become
@@ -272,8 +275,8 @@ class DraftLength:
         chances, chance, own, general = [], 1.0, FIRST_GUESS, FIRST_GUESS
         for j in range(self.most):
             before = general
-            general = _share(self._shared, j, general)
-            own = _share(counts, j, min(own * general / before, 1.0) if j else general)
+            general = _share(known.shared, j, general)
+            own = _share(known.counts, j, min(own * general / before, 1.0) if j else general)
             chance *= own
             chances.append(chance)
         return chances

@@ -13,6 +13,7 @@ from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
 from trtspec.config.tree import node_depths
 from trtspec.core import Proposal
 from trtspec.engine.draft_length import DraftLength
+from trtspec.engine.guided_drafts import draft_source, follow_grammar
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
@@ -97,7 +98,7 @@ class Proposer:
         if self.speculation is None or not requests:
             return
         depths = [self._depth_limit(request, scheduler) for request in requests]
-        lengths = [self._draft_len(*one, scheduler) for one in zip(requests, depths, strict=True)]
+        lengths = allowed = [self._draft_len(*one, scheduler) for one in zip(requests, depths, strict=True)]
         if self.drafter is not None:
             if self.states is not None:
                 for request in requests:
@@ -115,9 +116,12 @@ class Proposer:
                     request.drafts = []
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
+        for request, length, depth in zip(requests, allowed, depths, strict=True):
+            if request.guide is not None and length > 0 and request.speculates:
+                self._follow_grammar(request, length, depth)
         if self.chooser is not None:
             drafting = [request for request in requests if request.drafts]
-            drafts = [(request.request_id, len(request.drafts)) for request in drafting]
+            drafts = [(draft_source(request), len(request.drafts)) for request in drafting]
             for request, length in zip(drafting, self.chooser.verify(drafts, len(scheduler.running)), strict=True):
                 request.drafts = request.drafts[:length]
 
@@ -213,12 +217,22 @@ class Proposer:
             if self.states is not None:
                 self.states.drop(request, kv_len)
 
-    def _give_up(self, request: Request, error: Exception) -> None:
-        """Let the request go on as if there were no drafter."""
+    def _follow_grammar(self, request: Request, length: int, depth: int) -> None:
+        assert self.speculation is not None
+        try:
+            follow_grammar(request, self.speculation.tree, length, depth)
+        except Exception as error:
+            self.num_failures += 1
+            request.drafts = []
+            self._give_up(request, error, "guide")
+
+    def _give_up(self, request: Request, error: Exception, culprit: str = "drafter") -> None:
+        """Let the request go on as if there were no drafter. culprit: what failed."""
         request.speculates, request.drafter_error = False, error
         logger.warning(
-            "request %d goes on without drafts, its output is not affected: the drafter failed (%s: %s)",
+            "request %d goes on without drafts, its output is not affected: the %s failed (%s: %s)",
             request.request_id,
+            culprit,
             type(error).__name__,
             error,
         )
@@ -303,12 +317,10 @@ def _question(request: Request, length: int, depth: int | None, states: Tensor |
 
 def _keep_within(request: Request, depth: int) -> None:
     """Drop the drafts of a request's tree that are more than `depth` tokens ahead."""
-    parents = request.draft_parents[: len(request.drafts)]
-    kept = [node for node, one in enumerate(node_depths(parents)) if one <= depth]
+    depths = node_depths(request.draft_parents[: len(request.drafts)])
+    kept = [node for node, one in enumerate(depths) if one <= depth]
     if len(kept) < len(request.drafts):
-        place = {-1: -1, **{node: i for i, node in enumerate(kept)}}
-        request.drafts = [request.drafts[node] for node in kept]
-        request.draft_parents = [place[parents[node]] for node in kept]
+        request.keep_drafts(kept)
 
 
 def _checked(

@@ -39,6 +39,7 @@ class Request:
     pending: int = 0  # rows in steps that are in flight
     # where each tree has a shape of its own: the draft before each draft, -1 = the last token
     draft_parents: Sequence[int] = ()
+    is_grammar_led: bool = False  # the first draft comes from the guide, not from a drafter
     pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one
     max_draft_len: int = sys.maxsize  # the request's own limit of drafts per step; K is another
     speculates: bool = True  # False: it wants no drafts, or its drafter failed
@@ -118,6 +119,12 @@ class Request:
             self.tokens.append(token)
             if self._ends_with(token):
                 break
+
+    def keep_drafts(self, nodes: Sequence[int]) -> None:
+        """Keep these nodes of a tree of drafts, in ascending order. Their parents are among them."""
+        place = {-1: -1, **{node: i for i, node in enumerate(nodes)}}
+        self.drafts = [self.drafts[node] for node in nodes]
+        self.draft_parents = [place[self.draft_parents[node]] for node in nodes]
 
     def fail(self, error: Exception) -> None:
         """Finish with an error; the tokens so far stay."""

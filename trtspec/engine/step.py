@@ -18,6 +18,7 @@ from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.constraints import parents_of
 from trtspec.engine.draft_length import Outcome
+from trtspec.engine.guided_drafts import draft_source
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
@@ -42,7 +43,12 @@ class Emission(NamedTuple):
     drafts: Sequence[int] = ()  # the drafts that were verified, the accepted ones first
     logprobs: list[dict[int, Logprob]] | None = None  # one entry for each of `tokens`, if asked for
     num_past_end: int = 0  # drafts that were accepted after the token that ends the request
-    draft_depth: int | None = None  # how many tokens ahead the drafts are at most; None = draft_len
+    draft_parents: Sequence[int] | None = None  # the draft before each draft, -1 = the last token; None = a chain
+
+    @property
+    def draft_depth(self) -> int | None:
+        """How many tokens ahead the drafts are at most, if they are a tree; None = a chain."""
+        return _depth(self.draft_parents)
 
 
 @dataclass
@@ -109,7 +115,7 @@ class StepLoop:
         if self.proposer.chooser is not None:
             verified = [one for one in emissions if one.draft_len and not one.finished]
             self.proposer.chooser.observe(
-                [Outcome(e.request.request_id, e.draft_len, e.num_drafts + e.num_past_end) for e in verified]
+                [Outcome(draft_source(e.request), e.draft_len, e.num_drafts + e.num_past_end) for e in verified]
             )
 
     @property
@@ -189,7 +195,8 @@ class StepLoop:
         """
         request, is_context, draft_len = row.request, row.is_context, len(verified)
         finished = request.finish_reason is not None
-        depth = None if self.input_builder.tree is None else self.depth_of(request, draft_len)
+        tree = self.input_builder.tree
+        parents = None if tree is None else parents_of(request, tree)[:draft_len]
         shown = None
         if request.logprobs is not None:
             shown = likely[: len(taken)]
@@ -197,18 +204,13 @@ class StepLoop:
         if num_tokens and is_context:
             self.scheduler.release_siblings(request)
         elif num_tokens:
-            request.stats.observe(num_tokens, draft_len, depth=depth)
+            request.stats.observe(num_tokens, draft_len, depth=_depth(parents))
         if finished:
             self.remove(request)
         num_kept = max(num_tokens - 1, 0)
         num_drafts = min(num_kept, len(taken))
         cut = num_kept - num_drafts
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, depth)
-
-    def depth_of(self, request: Request, num_drafts: int) -> int:
-        """Largest number of tokens that the first drafts are ahead: as many as drafts, unless they are a tree."""
-        parents = parents_of(request, self.input_builder.tree)
-        return max(node_depths(parents[:num_drafts]), default=0)
+        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, parents)
 
     @property
     def max_depth(self) -> int:
@@ -224,6 +226,10 @@ class StepLoop:
         self.proposer.forget(request)
 
 
+def _depth(parents: Sequence[int] | None) -> int | None:
+    return None if parents is None else max(node_depths(parents), default=0)
+
+
 def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:
     """The emissions with their drafts in another order: the nodes of the path, then those of other branches."""
     rows = {id(row.request): one for row, one in zip(batch, path.tolist(), strict=True)}
@@ -231,7 +237,14 @@ def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> l
     for emission in emissions:
         nodes = [row - 1 for row in rows[id(emission.request)] if row > 0]
         others = [node for node in range(len(emission.drafts)) if node not in nodes]
-        ordered.append(emission._replace(drafts=[emission.drafts[node] for node in (*nodes, *others)]))
+        order, parents = (*nodes, *others), emission.draft_parents or ()
+        place = {-1: -1, **{node: i for i, node in enumerate(order)}}
+        ordered.append(
+            emission._replace(
+                drafts=[emission.drafts[node] for node in order],
+                draft_parents=[place[parents[node]] for node in order],
+            )
+        )
     return ordered
 
 

@@ -22,6 +22,7 @@ _NEAREST = {
     "custom_class": "UserProvidedDecodingConfig in Python, which takes an object of TensorRT-LLM's own Drafter: a "
     "drafter written for trtspec.protocols.Drafter does not run there; from a file, decoding_type NGram",
     "eagle": "decoding_type Eagle3, with an EAGLE3 head",
+    "grammar": "decoding_type NGram, which drafts from the prompt and the text so far",
     "medusa": "decoding_type Eagle3: its PyTorch backend runs no Medusa heads",
     "mlp_speculator": "decoding_type Eagle3, or Draft_Target with a small model",
     "suffix": "decoding_type SA (a suffix automaton: longest match, no counts), or NGram",

@@ -22,6 +22,7 @@ _NEAREST = {
     "auto": "method='ngram' with num_speculative_tokens=5 (3 for more than 4 requests) and prompt_lookup_min=1",
     "custom_class": "vLLM's own custom_class, which takes the import path of a vLLM proposer as model: a drafter "
     "written for trtspec.protocols.Drafter does not run there; from a file, method='ngram'",
+    "grammar": "method='ngram', which drafts from the prompt and the text so far",
     "mlp_speculator": "method='medusa' or 'eagle3': vLLM knows the name, but has nothing that runs it",
 }
 # Method -> (field of the draft's config.json with the layers that it reads, offset of its ids from "after layer i").

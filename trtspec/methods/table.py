@@ -221,6 +221,13 @@ METHODS: dict[str, Method] = {
             drafters={_M.SUFFIX: _room("suffix.drafter:SuffixDrafter")},
         ),
         Method(
+            name="grammar",
+            needs="structured_outputs: only text that a grammar forces is drafted",
+            implied_draft_len=8,
+            auto_draft_len=8,
+            drafters={_M.GRAMMAR: _room("grammar:GrammarDrafter")},
+        ),
+        Method(
             name="auto",
             needs="nothing: n-gram lookup with lengths chosen by batch size",
             takes=_LOOKUP,

@@ -1,14 +1,15 @@
 """Structured outputs: which tokens may come next, according to xgrammar. Only this module uses xgrammar.
 
 A request has a `Guide`, whose state follows the tokens of the request. To verify drafts, the guide accepts them and
-then rolls back, so that its state is unchanged if the step fails.
+then rolls back, so that its state is unchanged if the step fails. grammar_drafts.py finds text that must come next.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
+from contextlib import closing
 from typing import Any
 
 from torch import Tensor
@@ -16,17 +17,23 @@ from torch import Tensor
 from trtspec.errors import DependencyError, EngineError, RequestError
 from trtspec.sampling_params import StructuredOutputs
 from trtspec.text import Tokenizer
+from trtspec.verify.grammar_drafts import CHARACTERS_PER_TOKEN, Spacing, Vocabulary, next_text
 
 _CACHE_BYTES = 256 * 2**20
 """Size of the cache of compiled grammars, which xgrammar keeps by their text."""
 
 
 class Guide:
-    """Position of one sample in its grammar. matcher: an xgrammar.GrammarMatcher. num_words: words of a mask row."""
+    """Position of one sample in its grammar.
 
-    def __init__(self, matcher: Any, num_words: int) -> None:
+    matcher: an xgrammar.GrammarMatcher. num_words: words of a mask row. ends: tokens that may end the text. The first
+    one is drafted where the text must end.
+    """
+
+    def __init__(self, matcher: Any, num_words: int, vocabulary: Vocabulary, ends: Sequence[int]) -> None:
         self._matcher = matcher
         self.num_words = num_words
+        self._vocabulary, self._ends, self._spacing = vocabulary, ends, Spacing()
 
     def fill(self, allow_mask: Tensor, drafts: Sequence[int], parents: Sequence[int] | None = None) -> None:
         """Fill allow_mask [1 + len(drafts), ceil(V/32)] int32, whose bits are all set.
@@ -35,27 +42,41 @@ class Guide:
         the drafts before it. parents: the draft before each draft, -1 = none; None = a chain. Rows after a draft that
         is not allowed, or that ends the text, do not change: no step reaches them.
         """
-        parents = range(-1, len(drafts) - 1) if parents is None else parents
-        walked: list[int] = []  # drafts that the matcher has accepted, each one after the one before
-        left_out: set[int] = set()
-        try:
-            self._matcher.fill_next_token_bitmask(allow_mask, 0)
-            for j in _depth_first(parents[: len(drafts)]):
-                if parents[j] in left_out:
-                    left_out.add(j)
-                    continue
-                while walked and walked[-1] != parents[j]:
-                    self._matcher.rollback(1)
-                    walked.pop()
-                if self._matcher.is_terminated() or not self._matcher.accept_token(drafts[j]):
-                    left_out.add(j)
-                    continue
-                walked.append(j)
+        self._matcher.fill_next_token_bitmask(allow_mask, 0)
+        with closing(self._walk(drafts, range(-1, len(drafts) - 1) if parents is None else parents)) as nodes:
+            for j in nodes:
                 if not self._matcher.is_terminated():
                     self._matcher.fill_next_token_bitmask(allow_mask, j + 1)
+
+    def allowed(self, drafts: Sequence[int], parents: Sequence[int]) -> list[int]:
+        """The nodes of a tree that are allowed after the nodes before them, in ascending order. parents: as in fill."""
+        return sorted(self._walk(drafts, parents))
+
+    def next_tokens(self, most: int) -> list[int]:
+        """At most `most` tokens of the text that must come next, but for its white space, and of its end."""
+        if self._matcher.is_terminated():
+            return []
+        text, num_steps = next_text(self._matcher, self._spacing, self._vocabulary, CHARACTERS_PER_TOKEN * most)
+        try:
+            tokens = self._vocabulary.encode(text.rstrip())
+            ends = self._vocabulary.must_end(self._matcher, self._ends)
+            return [*tokens, self._ends[0]][:most] if ends else tokens[:most]
         finally:
-            if walked:
-                self._matcher.rollback(len(walked))
+            self._matcher.rollback(num_steps)
+
+    def draft(self, drafts: Sequence[int], most: int) -> list[int]:
+        """At most `most` tokens: the drafts up to the first that is not allowed, then what must come next."""
+        kept = list(drafts[:most])
+        kept = kept[: len(self.allowed(kept, range(-1, len(kept) - 1)))]
+        if len(kept) == most:
+            return kept
+        spacing = self._spacing.copy()
+        self.accept(kept)
+        try:
+            return kept + self.next_tokens(most - len(kept))
+        finally:
+            self._matcher.rollback(len(kept))
+            self._spacing = spacing
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by the request's new tokens. EngineError if one is not allowed, which forced acceptance may cause."""
@@ -65,6 +86,32 @@ class Guide:
                     f"token {token} breaks the request's structured_outputs; drafts were accepted by force, which they "
                     "do not go together with"
                 )
+        self._spacing.read(self._vocabulary.text(tokens))
+
+    def _takes(self, token: int) -> bool:
+        """Advance by a token if it is allowed. xgrammar would warn of a special token that does not end the text."""
+        return (token in self._ends or self._vocabulary.is_text(token)) and bool(self._matcher.accept_token(token))
+
+    def _walk(self, drafts: Sequence[int], parents: Sequence[int]) -> Generator[int]:
+        """Advance by each allowed draft in turn, and yield it. The matcher is in the same state again at the end."""
+        walked: list[int] = []  # drafts that the matcher has accepted, each one after the one before
+        left_out: set[int] = set()
+        try:
+            for j in _depth_first(parents[: len(drafts)]):
+                if parents[j] in left_out:
+                    left_out.add(j)
+                    continue
+                while walked and walked[-1] != parents[j]:
+                    self._matcher.rollback(1)
+                    walked.pop()
+                if self._matcher.is_terminated() or not self._takes(drafts[j]):
+                    left_out.add(j)
+                    continue
+                walked.append(j)
+                yield j
+        finally:
+            if walked:
+                self._matcher.rollback(len(walked))
 
 
 def _depth_first(parents: Sequence[int]) -> list[int]:
@@ -96,6 +143,7 @@ class GrammarCompiler:
             vocab_size=vocab_size,
             stop_token_ids=[],
         )
+        self._tokenizer, self._vocabulary = tokenizer, Vocabulary(tokenizer, vocabulary.decoded_vocab)
         threads = min(8, os.cpu_count() or 1)
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_limit_bytes=_CACHE_BYTES)
 
@@ -113,8 +161,12 @@ class GrammarCompiler:
         try:
             compiled = self._compiled(wanted)
             make = self._xgrammar.GrammarMatcher
-            ends = sorted(end_ids)
-            return [Guide(make(compiled, override_stop_tokens=ends), self._num_words) for _ in range(count)]
+            usual = self._tokenizer.eos_token_id
+            ends = sorted(end_ids, key=lambda end: (end != usual, end))
+            return [
+                Guide(make(compiled, override_stop_tokens=ends), self._num_words, self._vocabulary, ends)
+                for _ in range(count)
+            ]
         except Exception as error:  # xgrammar raises whatever its C++ code does
             raise RequestError(f"structured_outputs: {str(error).strip() or type(error).__name__}") from error
 
