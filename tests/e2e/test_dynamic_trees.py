@@ -65,6 +65,29 @@ def check_drafts_change_nothing(llm: LLM, plain: list[Outcome]) -> Run:
     return run
 
 
+@pytest.mark.parametrize("mode", ["eagle3", "ngram"])
+def test_emissions_tell_the_tree_along_the_path(mode: str, models: Path) -> None:
+    """The accepted drafts come first, each after the one before it. Other nodes follow, after their parents."""
+    branching = 0
+    with LLM(models / "target", speculation(mode, models), **SIZES) as llm:
+        [request] = llm.engine.add_request(
+            [3, 4, 5], SamplingParams(temperature=0.8, seed=1, max_tokens=90, ignore_eos=True)
+        )
+        while llm.engine.has_work:
+            for emission in llm.engine.step():
+                parents = list(emission.draft_parents or [])
+                assert len(parents) == len(emission.drafts) == emission.draft_len
+                assert parents[: emission.num_drafts] == list(range(-1, emission.num_drafts - 1))
+                assert all(-1 <= parent < node for node, parent in enumerate(parents))
+                assert emission.tokens[: emission.num_drafts] == list(emission.drafts[: emission.num_drafts])
+                siblings = list(zip(parents, emission.drafts, strict=True))
+                assert len(set(siblings)) == len(siblings), "guesses at one place differ"
+                assert emission.draft_depth == max(node_depths(parents), default=0)
+                branching += len(set(parents)) < len(parents) and emission.num_drafts > 0
+    assert request.error is None
+    assert branching > 3
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_on_a_gpu(mode: str, models: Path, plain: list[Outcome], work: HostQueue) -> None:
     """With one engine, steps are launched before the trees of the last one are known on the host."""

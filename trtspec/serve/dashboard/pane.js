@@ -84,7 +84,7 @@ export class Pane {
     this.#show();
   }
 
-  #count({ accepted, bonus, rejected, draft_len: drafted }) {
+  #count({ accepted, bonus, rejected, draft_len: drafted, parents }) {
     const now = performance.now();
     const count = accepted.length + bonus.length;
     this.#tokens += count;
@@ -98,7 +98,8 @@ export class Pane {
     this.#drafts += drafted > 0 ? 1 : 0;
     this.#kept += accepted.length;
     this.speed = (1000 * (this.#tokens - this.#firstTokens)) / Math.max(now - this.#first, 1);
-    for (let i = 0; i < drafted && accepted.length + rejected.length > 0; i++) {
+    const ahead = parents ? depthOf(parents) : drafted; // a position of a tree is a depth
+    for (let i = 0; i < ahead && accepted.length + rejected.length > 0; i++) {
       this.#offered[i] = (this.#offered[i] ?? 0) + 1;
       this.#accepted[i] = (this.#accepted[i] ?? 0) + (i < accepted.length ? 1 : 0);
     }
@@ -106,10 +107,11 @@ export class Pane {
 
   #append(pieces) {
     const atEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 30;
-    for (const { kind, word } of pieces) {
+    for (const { kind, word, branches } of pieces) {
       const token = document.createElement(kind === "rejected" ? "del" : "span");
       token.className = `token ${kind}`;
-      token.textContent = kind === "rejected" ? visible(word) : word;
+      if (branches) token.append(...branches.map(branchOf));
+      else token.textContent = kind === "rejected" ? visible(word) : word;
       this.output.append(token);
     }
     if (atEnd) this.output.scrollTop = this.output.scrollHeight;
@@ -140,6 +142,21 @@ export class Pane {
     this.bars.children[i].querySelector(".fill").style.width = percent;
     this.bars.children[i].querySelector(".share").textContent = `${percent} (${accepted}/${offered})`;
   }
+}
+
+/** How many tokens ahead the drafts of a tree are at most. Parents come first. */
+function depthOf(parents) {
+  const depths = [];
+  for (const parent of parents) depths.push(parent < 0 ? 1 : depths[parent] + 1);
+  return Math.max(0, ...depths);
+}
+
+/** A branch of a tree, as a line of its own. */
+function branchOf(words) {
+  const line = document.createElement("span");
+  line.className = "branch";
+  line.textContent = words.map(visible).join("");
+  return line;
 }
 
 /** Show line breaks and indentation of a rejected draft by signs, so that they take no room. */

@@ -41,13 +41,16 @@ export class Aligner {
 
   /**
    * Add text and a step's speculation, and return the pieces that they complete: [{kind, word}]. kind is one of
-   * accepted, rejected, bonus, plain.
+   * accepted, rejected, bonus, plain. A rejected part of a tree has no word, but branches: [[word]].
    */
   push(text, speculation) {
     const own = speculation.draft_len > 0 ? "bonus" : "plain";
     const add = (kind, words) => this.#waiting.push(...words.map((word) => ({ kind, word })));
-    add("accepted", speculation.accepted);
-    add("rejected", speculation.rejected); // before the token that replaced them
+    if (speculation.parents) this.#addTree(speculation);
+    else {
+      add("accepted", speculation.accepted);
+      add("rejected", speculation.rejected); // before the token that replaced them
+    }
     add(own, speculation.bonus);
     this.#text += text;
     const pieces = [];
@@ -67,6 +70,22 @@ export class Aligner {
     const pieces = this.#waiting.filter(({ kind }) => kind === "rejected");
     if (this.#text !== "") pieces.unshift({ kind: this.#waiting[0]?.kind ?? "plain", word: this.#text });
     return pieces;
+  }
+
+  /** Before each accepted token of a tree, and after the last one, come the branches that were guessed in its place. */
+  #addTree({ accepted, rejected, parents }) {
+    const words = [...accepted, ...rejected];
+    const isRejected = (node) => node >= accepted.length;
+    const children = (node) => parents.flatMap((parent, i) => (parent === node && isRejected(i) ? [i] : []));
+    const branches = (node) => {
+      const after = children(node).flatMap(branches);
+      return after.length > 0 ? after.map((branch) => [words[node], ...branch]) : [[words[node]]];
+    };
+    for (let i = -1; i < accepted.length; i++) {
+      if (i >= 0) this.#waiting.push({ kind: "accepted", word: accepted[i] });
+      const guessed = children(i).flatMap(branches);
+      if (guessed.length > 0) this.#waiting.push({ kind: "rejected", branches: guessed });
+    }
   }
 
   #take(kind, length) {

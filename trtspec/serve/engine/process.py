@@ -90,7 +90,7 @@ class EngineServer:
             error=None if request.error is None else described(request.error),
             logprobs=None if emission.logprobs is None else [_likely(one) for one in emission.logprobs],
             num_past_end=emission.num_past_end,
-            draft_depth=emission.draft_depth,
+            draft_parents=None if emission.draft_parents is None else list(emission.draft_parents),
         )
 
     def info(self) -> EngineInfo:

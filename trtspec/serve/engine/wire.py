@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from trtspec.config.tree import node_depths
 from trtspec.errors import RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams, StructuredOutputs
@@ -77,13 +78,14 @@ class Delta(NamedTuple):
     error: str | None = None
     logprobs: list[list[tuple[int, float, int]]] | None = None  # per token: [id, logprob, rank], its own first
     num_past_end: int = 0  # drafts accepted past the token that ends the sample
-    draft_depth: int | None = None  # how many tokens ahead the drafts are at most; None = as many as drafts
+    draft_parents: list[int] | None = None  # the draft before each draft, -1 = the last token; None = a chain
 
     def add_to(self, stats: SpeculationStats) -> None:
         """Count this step in `stats`, unless it is a prefill step."""
         if self.token_ids and not self.is_context:
             num_tokens = self.num_accepted + self.num_past_end + 1
-            stats.observe(num_tokens, len(self.draft_ids), depth=self.draft_depth)
+            depth = None if self.draft_parents is None else max(node_depths(self.draft_parents), default=0)
+            stats.observe(num_tokens, len(self.draft_ids), depth=depth)
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:

@@ -98,15 +98,20 @@ def word_of(token: int, tokenizer: Tokenizer | None) -> str:
 
 
 def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Outcome of a step, token by token: accepted drafts, the token after them, rejected drafts."""
+    """Outcome of a step, token by token: accepted drafts, the token after them, rejected drafts.
+
+    If the drafts are a tree, "parents" has for each of them, the accepted ones first, the number of the draft before it,
+    or -1.
+    """
 
     def words(ids: Sequence[int]) -> list[str]:
         return [word_of(token, tokenizer) for token in ids]
 
     accepted = delta.num_accepted
-    return {
+    step: dict[str, Any] = {
         "accepted": words(delta.token_ids[:accepted]),
         "bonus": words(delta.token_ids[accepted:]),
         "rejected": words(delta.draft_ids[accepted:]),
         "draft_len": len(delta.draft_ids),
     }
+    return step if delta.draft_parents is None else {**step, "parents": delta.draft_parents}
