@@ -316,6 +316,29 @@ def test_auto_makes_and_verifies_up_to_a_number_that_the_method_gives(
     assert not decide(NGRAM).chooses_draft_len
 
 
+@pytest.mark.parametrize(
+    ("fields", "known", "chosen"),
+    [
+        ({"method": "ngram"}, None, 5),
+        ({"method": "eagle3", "model": "/h"}, draft(method="eagle3"), 5),
+        ({"method": "draft_model", "model": "/d", "one_engine": True}, DRAFT, 5),
+        ({"method": "ngram", "disable_by_batch_size": 4}, None, 5),
+        ({"method": "suffix"}, None, None),  # these imply a number
+        ({"method": "grammar"}, None, None),
+        ({"method": "medusa", "model": "/h"}, draft(method="medusa", n_predict=4), None),
+        ({"method": "auto"}, None, None),
+        ({"method": "eagle3", "model": "/h", "speculative_token_tree": "[(0,), (1,)]"}, draft(method="eagle3"), None),
+    ],
+)
+def test_the_engine_chooses_where_nothing_says_a_number(
+    fields: dict[str, Any], known: DraftInfo | None, chosen: int | None
+) -> None:
+    spec_plan = plan_speculation(SpeculativeConfig(**fields), target(), known)
+    assert spec_plan.chooses_draft_len == (chosen is not None)
+    if chosen is not None:
+        assert spec_plan.num_speculative_tokens == chosen
+
+
 def test_auto_stays_within_a_schedule() -> None:
     spec_plan = decide({**NGRAM, "num_speculative_tokens": "auto", "draft_len_schedule": {2: 5, 4: 2}})
     assert [draft_len_for_batch(spec_plan, size) for size in (2, 4, 5)] == [5, 2, 0]

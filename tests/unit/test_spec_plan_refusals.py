@@ -24,8 +24,16 @@ SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
         ({**DRAFTED, "model": None}, r"num_speculative_tokens was provided but without speculative model\."),
         ({"method": "eagle3"}, r"method='eagle3', model=None: set model"),
         ({**NGRAM, "model": "/x"}, r"model='/x' means nothing to method='ngram'; remove it"),
-        ({"method": "ngram"}, r"num_speculative_tokens=None and method='ngram' implies none; set it"),
-        ({"method": "draft_model", "model": "/x"}, r"num_speculative_tokens=None and method='draft_model'"),
+        (
+            {"method": "ngram", "draft_len_schedule": {1: 3}},
+            r"num_speculative_tokens=None and method='ngram' implies none; set it",
+        ),
+        (
+            {"method": "draft_model", "model": "/x", "draft_confidence_threshold": 0.5},
+            r"num_speculative_tokens=None and method='draft_model'",
+        ),
+        ({"method": "ngram", "max_total_draft_tokens": 5}, r"num_speculative_tokens=None and method='ngram'"),
+        ({"method": "custom_class", "drafter": "m:C"}, r"num_speculative_tokens=None and method='custom_class'"),
         ({**DRAFTED, "prompt_lookup_latest": True}, r"prompt_lookup_latest=True means nothing to .*; remove it"),
         ({**NGRAM, "suffix_decoding_max_tree_depth": 9}, r"suffix_decoding_max_tree_depth=9 means nothing to .*remove"),
         ({**NGRAM, "capture_layers": (1,)}, r"capture_layers=\(1,\) means nothing to method='ngram'; remove it"),

@@ -180,7 +180,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         mode=mode,
         method=row.name,
         num_speculative_tokens=k,
-        chooses_draft_len=config.num_speculative_tokens == AUTO_DRAFT_LEN,
+        chooses_draft_len=_chooses_draft_len(config, row, n_predict),
         model=target.model if row.of_target and model is None else model,
         max_model_len=max_model_len,
         quantization=quantization or (target.quantization if inside else None),
@@ -229,12 +229,12 @@ def check_fields(config: SpeculativeConfig, row: Method) -> None:
 
 
 def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
-    """Return K: the user's value, else the one that the method or the checkpoint implies.
+    """Return K: the user's value, else the one that the method or the checkpoint implies, else that of "auto".
 
-    ConfigError if there is none, or if the checkpoint cannot make K drafts.
+    ConfigError if another setting needs a number, or if the checkpoint cannot make K drafts.
     """
     k, implied = config.draft_depth, row.implied_draft_len
-    if isinstance(k, str):
+    if _chooses_draft_len(config, row, n_predict):
         return _most_drafts(config, row, n_predict)
     if k is None:
         k = getattr(config, implied) if isinstance(implied, str) else implied or n_predict
@@ -243,6 +243,7 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
                 f"num_speculative_tokens=None and method={row.name!r} implies none; set it, to 3 for a start"
             )
         return k
+    assert isinstance(k, int)
     if n_predict is None or k <= n_predict:
         return k
     if row.most_drafts is not None:
@@ -260,6 +261,28 @@ def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) ->
             f"{k // n_predict * n_predict}"
         )
     return k
+
+
+_WITH_A_NUMBER = (
+    "draft_len_schedule",
+    "num_speculative_tokens_per_batch_size",
+    "draft_confidence_threshold",
+    "max_total_draft_tokens",
+    "dynamic_tree_max_topK",
+)
+"""Settings next to which num_speculative_tokens must be a number."""
+
+
+def _chooses_draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> bool:
+    """Whether the engine chooses the number of drafts: if the user says so, or if nothing says otherwise."""
+    if config.draft_depth is not None:
+        return config.draft_depth == AUTO_DRAFT_LEN
+    implied = row.implied_draft_len is not None or n_predict is not None or row.of_target
+    return (
+        not implied
+        and row.auto_draft_len is not None
+        and all(getattr(config, field) is None for field in _WITH_A_NUMBER)
+    )
 
 
 def _most_drafts(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
