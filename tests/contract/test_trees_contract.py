@@ -1,4 +1,7 @@
-"""Draft trees of every mode that has them, with 40 requests; `make contract-trees` runs 200, and engines of aoti."""
+"""Draft trees of every mode that has them, with 40 requests.
+
+`make contract-trees` runs 200, and engines of aoti and onnx.
+"""
 
 from __future__ import annotations
 
@@ -29,3 +32,16 @@ def test_ids_are_those_of_plain_decoding(trees: Trees, mode: M, shape: str, dtyp
     cell = trees.check(mode, shape, "eager", dtype, batch)
     assert cell.verdict == "holds"
     assert f"| `{mode.name}` | {shape} | eager | {dtype} | {batch} | {cell.acceptance[0]:.2f}, " in table([cell])
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape"),
+    [
+        (M.MEDUSA, "static"),
+        pytest.param(M.EAGLE3_ONE_MODEL, "dynamic", marks=pytest.mark.long),
+        pytest.param(M.DRAFT_TARGET, "static", marks=pytest.mark.long),
+    ],
+)
+def test_ids_in_onnx_runtime(trees: Trees, mode: M, shape: str) -> None:
+    pytest.importorskip("onnxruntime", reason="pip install 'trtspec[onnx]'")
+    assert trees.check(mode, shape, "onnx", "float32", 8).verdict == "holds"

@@ -26,6 +26,8 @@ TOP_K = 3  # of dynamic trees
 WISHES: dict[M, dict[str, Any]] = {  # of trees alone, so that few matches make branches
     M.SUFFIX: {"suffix_decoding_min_token_prob": 0.0, "suffix_decoding_max_spec_factor": 3.0},
 }
+BUILT = ("aoti", "onnx")
+"""Backends whose engines are built first, as they run no checkpoints."""
 DTYPES, BATCHES = ("float32", "bfloat16"), (1, 8)
 LIMITS: dict[str, Any] = {"max_num_tokens": 8 * (NODES + 1), "block_size": 4}
 TIGHT, ROOMY = {"num_kv_blocks": 29}, {"num_kv_blocks": 64}
@@ -77,10 +79,10 @@ class Trees:
         self.plain = functools.cache(self._plain)
         self.folder = functools.cache(self._folder)
 
-    def _folder(self, mode: M, shape: str, target: str, dtype: str) -> Path:
-        output = self.models.root / f"tree {target} {mode.name} {shape} {dtype}".replace(" ", "-")
+    def _folder(self, mode: M, shape: str, target: str, backend: str, dtype: str) -> Path:
+        output = self.models.root / f"tree {target} {mode.name} {shape} {backend} {dtype}".replace(" ", "-")
         wanted = None if mode is M.NONE else read_speculative_config(self._speculation(mode, shape))
-        config = EngineConfig(backend="aoti", dtype=dtype, max_batch_size=max(BATCHES), **LIMITS)
+        config = EngineConfig(backend=backend, dtype=dtype, max_batch_size=max(BATCHES), **LIMITS)
         build_engine(self.models.folder(target), output, wanted, config)
         return output
 
@@ -92,8 +94,8 @@ class Trees:
         return {**wishes, **grown, "max_total_draft_tokens": NODES}
 
     def _open(self, mode: M, shape: str, target: str, backend: str, dtype: str, batch: int, **options: Any) -> LLM:
-        if backend == "aoti":
-            return LLM(self.folder(mode, shape, target, dtype), max_batch_size=batch, **options)
+        if backend in BUILT:
+            return LLM(self.folder(mode, shape, target, backend, dtype), max_batch_size=batch, **options)
         speculation = None if mode is M.NONE else self._speculation(mode, shape)
         options |= {"backend": backend, "dtype": dtype, "max_batch_size": batch, **LIMITS}
         return LLM(self.models.folder(target), speculation, **options)

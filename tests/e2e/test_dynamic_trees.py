@@ -289,9 +289,7 @@ def test_what_is_not_built_is_refused(
         LLM(models / "target", {**speculation(mode, models), **wishes}, **SIZES)
 
 
-def test_onnx_has_no_trees(models: Path, tmp_path: Path) -> None:
+def test_tensorrt_has_no_trees(models: Path, tmp_path: Path) -> None:
     wanted = read_speculative_config(speculation("ngram", models))
-    with pytest.raises(
-        UnsupportedError, match="a draft tree on backend onnx is not built yet; use backend eager, cuda"
-    ):
-        build_engine(models / "target", tmp_path, wanted, EngineConfig(backend="onnx", dtype="float32", **SIZES))
+    with pytest.raises(UnsupportedError, match="a draft tree on backend tensorrt is not built yet; use backend eager"):
+        build_engine(models / "target", tmp_path, wanted, EngineConfig(backend="tensorrt", dtype="float32", **SIZES))

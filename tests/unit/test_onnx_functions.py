@@ -18,6 +18,18 @@ ort = pytest.importorskip("onnxruntime", reason="pip install 'trtspec[onnx]'")
 
 from onnx import TensorProto, helper  # noqa: E402
 
+from tests.unit.attention_cases import (  # noqa: E402
+    LONGEST,
+    Batch,
+    Model,
+    Part,
+    TreePart,
+    chain_batch,
+    models,
+    parts_of_up_to_40_rows,
+    tree_batch,
+    tree_parts,
+)
 from tests.unit.onnx_nodes import (  # noqa: E402
     ATTRIBUTES,
     INF,
@@ -129,6 +141,43 @@ def test_rows_past_the_table_are_written_to_scratch() -> None:
     for ours, theirs in zip(caches, expected_caches, strict=True):
         assert torch.equal(ours[1:], theirs[1:])
     torch.testing.assert_close(out[:3], expected[:3], rtol=2e-6, atol=2e-6)  # positions 29, 62 and 63
+
+
+def attention_of(batch: Batch) -> list[Tensor]:
+    """Run SpecAttention on a batch with trees -> output and caches."""
+    assert batch.tree_base is not None
+    assert batch.ancestors is not None
+    attributes = {"scale": batch.scale, "window": batch.window, "softcap": batch.softcap}
+    return run("SpecAttention", [*batch.tensors, batch.tree_base, batch.ancestors], **attributes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(model=models(), parts=st.lists(tree_parts() | parts_of_up_to_40_rows, min_size=1, max_size=4), seed=seeds)
+def test_trees(model: Model, parts: list[Part | TreePart], seed: int) -> None:
+    """Rows of trees, of chains and of prompts in one batch are near the reference, and written where it writes them."""
+    assume(model.dtype in ERROR)
+    assume(any(isinstance(part, TreePart) or part.num_rows for part in parts))
+    batch = tree_batch(model.random_sequences(3, LONGEST, seed), parts)
+    out, *caches = attention_of(batch)
+    expected, *expected_caches = batch.run_functional()
+    torch.testing.assert_close(out, expected, rtol=ERROR[out.dtype], atol=2e-6, equal_nan=True)
+    for ours, theirs in zip(caches, expected_caches, strict=True):
+        assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "depth"), [(4, 2, 64), (2, 2, 64), (2, 1, 128)])
+def test_a_node_has_the_bits_of_the_chain_to_it(heads: int, kv_heads: int, depth: int) -> None:
+    model = Model(heads=heads, kv_heads=kv_heads, head_dim=depth, block_size=16)
+    sequences = model.random_sequences(2, LONGEST, 3)
+    parents = (-1, -1, 0, 0, 1, 2, 5, -1)
+    trees = [TreePart(0, 251, parents), TreePart(1, 30, parents[:4])]
+    outs = attention_of(tree_batch(sequences, [*trees, Part(0, 100, 3), Part(1, 0, 40)]))[0]
+    outs = outs.split([1 + len(tree.parents) for tree in trees] + [43])
+    for tree, out in zip(trees, outs, strict=False):
+        for node in range(-1, len(tree.parents)):
+            chain = chain_batch(sequences, tree, node)
+            attributes = {"scale": chain.scale, "window": chain.window, "softcap": chain.softcap}
+            assert torch.equal(out[node + 1], run("SpecAttention", list(chain.tensors), **attributes)[0][0])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "depth"), [(4, 2, 64), (2, 2, 64), (2, 1, 128)])
@@ -264,7 +313,7 @@ def test_inputs_that_are_there_but_empty() -> None:
         present = tuple((name, arrays[name].dtype.str, arrays[name].ndim) for name in INPUTS[op])
         return session_of(op, present, tuple(attributes.items())).run(None, arrays)
 
-    tensors = [*generation([4, 1], [60, 9])[:8], torch.zeros(0, 0).int(), NO_FLOAT]
+    tensors = [*generation([4, 1], [60, 9])[:8], torch.zeros(0, 0).int(), NO_FLOAT, NO_INT, torch.zeros(0, 0).int()]
     arrays = {name: tensor.numpy() for name, tensor in zip(INPUTS["SpecAttention"], tensors, strict=True)}
     ours, theirs = run_all("SpecAttention", arrays, **ATTRIBUTES), run("SpecAttention", tensors, **ATTRIBUTES)
     assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -158,6 +158,7 @@ BACKENDS = {
             "cpu",
             functional=True,
             packs=False,
+            trees=True,
             executable="trtspec.backends.onnx.executable:OnnxExecutable",
             compiler="trtspec.backends.onnx.compile",
             extra="onnx",

@@ -34,7 +34,7 @@ def draw_children(
         logits = logits.scatter(1, column, float("-inf"))
     children, scores = torch.stack(drawn, 1), torch.stack(values, 1)
     if sampling.seeds.shape[0]:
-        noise = noise_of(sampling.seeds, sampling.positions, children)
+        noise = noise_of(sampling.seeds, sampling.positions, children, torch.log)
         scores = torch.where(sampling.greedy[:, None], scores, scores + noise)
     return children, scores
 

@@ -255,7 +255,8 @@ def accept_path(
     for step in range(depth):
         child = (parents + 1 == row[:, None]) & offered
         agrees = child & (draft_tokens == sampled.gather(1, row[:, None]))
-        taken = torch.where((forced_accept >= 0)[:, None], child & (step < forced_accept)[:, None], agrees)
+        forced = (forced_accept >= 0)[:, None]
+        taken = (forced & child & (step < forced_accept)[:, None]) | (~forced & agrees)
         alive = alive & taken.any(1)
         row = torch.where(alive, taken.int().argmax(1) + 1, row)
         path.append(torch.where(alive, row, -1))

@@ -18,6 +18,7 @@ Layout, the same in every kernel:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -81,17 +82,19 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_ids: Tensor) -> Tensor:
     return noise_of(seeds, positions, vocab_ids.expand(positions.shape[0], -1))
 
 
-def noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+def noise_of(seeds: Tensor, positions: Tensor, tokens: Tensor, log: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Standard Gumbel noise G(seed, t, v) of other tokens v in each row.
 
-    seeds [R], positions t [R], tokens [R, n], all int64 -> [R, n] fp32.
+    seeds [R], positions t [R], tokens [R, n], all int64 -> [R, n] fp32. log: None = the one with the same bits
+    everywhere. torch's suffices where nothing is drawn, and is faster.
     """
+    log = log or _log
     t = positions[:, None]
     words = philox(seeds[:, None], tokens >> 2, t & _MASK, (t >> 32) & _MASK)  # [R, n, 4]
     lane = tokens & 3
     x = words.gather(2, lane[..., None])[..., 0]
     u = ((x >> 9).to(torch.float32) + 0.5) * 2.0**-23
-    return -_log(-_log(u))
+    return -log(-log(u))
 
 
 def scalar_noise(seed: int, position: int, token: int) -> float:

@@ -2,9 +2,10 @@
 
 The new cache is the result of one ScatterND on the old cache. A runtime that gives both the same memory copies nothing.
 
-Attention works on *runs*. A run is a sequence of consecutive requests with the same number of rows, which are computed
-at once. A long prompt is always a run of its own. A step of generations is a single run. In other steps a `Loop` takes
-one run after the other, each with its own number of rows and keys. So a long prompt does not pad the generations.
+Attention works on *parts*: the rows of a request or, in a draft tree, a single row, as each has keys of its own. A run
+is a sequence of consecutive parts with the same number of rows, which are computed at once. A long prompt is always a
+run of its own. A step of generations is a single run. In other steps a `Loop` takes one run after the other, each with
+its own number of rows and keys. So a long prompt does not pad the generations.
 
 As in the reference, keys are cut into tiles of fixed size. Each tile is reduced alone, and the tiles are added in
 order. So in ONNX Runtime a row has the same bits in any batch, for heads of up to 128. Longer heads are summed in an
@@ -30,8 +31,36 @@ LONGEST_IN_RUN = 32
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """The T packed rows, [T] each. local: number of the row in its request. end: length of its request's sequence.
+
+    place: the row of the sequence, where the token is written. position: the token's; in a draft tree another.
+    """
+
+    request: Value
+    local: Value
+    end: Value
+    place: Value
+    position: Value
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The N parts. starts, widths, ends: first row, number of rows, number of positions that some row may see, [N].
+
+    tables: [N, C] blocks of its request, whose C columns cover S keys; slots: [N, S] cache slots. One of them is set.
+    """
+
+    starts: Value
+    widths: Value
+    ends: Value
+    tables: Value | None = None
+    slots: Value | None = None
+
+
+@dataclass(frozen=True)
 class _Step:
-    """Values that all rows share. Sizes: N requests with rows, T rows, S keys of the longest request in whole tiles."""
+    """Values that all rows share. Sizes: N parts, T rows, S keys of the longest part in whole tiles."""
 
     body: Body
     queries: Value  # [T, Hq, D]
@@ -41,18 +70,23 @@ class _Step:
     softcap: Value
     sinks: Value  # [Hkv, 1, G] fp32, or one -inf
     seen: Value  # [T, S] bool
-    tables: Value  # [N, C] int64; its C columns cover S
+    tables: Value | None  # [N, C] int64; its C columns cover S
+    slots: Value | None  # [N, S] int64, if there are no tables
 
 
 def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
     """Return the function SpecAttention. tree_mask and sinks may be absent, or zero-size.
 
-    SpecAttention(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks; scale, window, softcap)
-    -> (out, new_k_cache, new_v_cache).
+    SpecAttention(q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, tree_base, ancestors;
+    scale, window, softcap) -> (out, new_k_cache, new_v_cache). With tree_base and ancestors, which may be absent or
+    zero-size together, there is no tree_mask.
     """
-    names = ("q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables", "tree_mask", "sinks")
+    names = (
+        "q", "k", "v", "k_cache", "v_cache", "cu_q_lens", "kv_lens", "block_tables", "tree_mask", "sinks", "tree_base",
+        "ancestors",
+    )  # fmt: skip
     body = Body("SpecAttention", names, ("scale", "window", "softcap"), absent)
-    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks = body.inputs
+    q, k, v, k_cache, v_cache, cu_q_lens, kv_lens, block_tables, tree_mask, sinks, tree_base, ancestors = body.inputs
     scale, softcap = (body.attribute(name, AttributeProto.FLOAT) for name in ("scale", "softcap"))
     window = body.attribute("window", AttributeProto.INT)
 
@@ -63,17 +97,31 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
     request = (stops.at(0) <= row.at(1)).int64().sum(1)  # [T]
     local = row - body.Gather(starts, request)
     end = body.Gather(lens, request)
-    position = row - body.Gather(stops, request) + end
+    place = row - body.Gather(stops, request) + end
+    rows = _Rows(request, local, end, place, place)
     block_size = k_cache.inner_dim(1)
-    slots = _slots(body, tables, request, position, block_size)
+    slots = _slots(body, tables, request, place, block_size)
     new_k = body.ScatterND(k_cache, slots, k)
     new_v = body.ScatterND(v_cache, slots, v)
 
-    present = _one(body.NonZero(stops > starts))  # [N] requests that have rows; N is B except in odd batches
-    widths, ends = body.Gather(stops - starts, present), body.Gather(lens, present)  # [N]
     blocks, tile = _tile_size(block_size)
     tiles = _tiles(body.Max(body.ReduceMax(lens, keepdims=0), 1), tile)
     key = body.arange(tiles * tile)  # [S]
+    if body.has(ancestors):
+        given = body.Size(ancestors) > 0
+        chains = functools.partial(body.Expand, -1, body.Concat(row.dim(0), [1], axis=0))
+        entries = body.when(given, lambda: (ancestors.int64(),), lambda: (chains(),))[0]
+        base = body.when(given, lambda: (tree_base.int64(),), lambda: (lens,))[0]
+        rows, parts = _in_trees(body, rows, row, tables, block_size, key, base, entries)
+    else:
+        present = _one(body.NonZero(stops > starts))  # [N] requests that have rows; N is B except in odd batches
+        parts = _Parts(
+            starts=body.Gather(starts, present),
+            widths=body.Gather(stops - starts, present),
+            ends=body.Gather(lens, present),
+            tables=_widened(body, body.Gather(tables, present), tiles * blocks),
+        )
+    widths, ends = parts.widths, parts.ends
     step = _Step(
         body,
         queries=q,
@@ -82,8 +130,9 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
         scale=scale,
         softcap=softcap,
         sinks=_sinks(body, sinks, k_cache),
-        seen=_seen(body, key.at(0), position.at(1), local.at(1), end.at(1), window, tree_mask),
-        tables=_widened(body, body.Gather(tables, present), tiles * blocks),
+        seen=_seen(body, key.at(0), rows, window, tree_mask),
+        tables=parts.tables,
+        slots=parts.slots,
     )
 
     before, after = widths.slice(0, -1, axis=0), widths.slice(1, 2**62, axis=0)
@@ -95,16 +144,17 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
     def run(i: Value, done: Value) -> Value:
         a, b = (body.Reshape(body.Gather(bound, i), [1]) for bound in (first, stop))
         width = body.Gather(widths, a)
-        begin = body.Gather(starts, body.Gather(present, a))
-        rows = begin, begin + width * (b - a)
+        begin = body.Gather(parts.starts, a)
+        bounds = begin, begin + width * (b - a)
         blocks, tile = _tile_size(new_k.inner_dim(1))
         longest = body.ReduceMax(ends.slice(a, b, axis=0), keepdims=1)
         tiles = _tiles(body.Max(longest, 1), tile)
         one = replace(
             step,
-            queries=q.slice(*rows, axis=0),
-            seen=step.seen.slice(*rows, axis=0).slice(0, tiles * tile, axis=1),
-            tables=step.tables.slice(a, b, axis=0).slice(0, tiles * blocks, axis=1),
+            queries=q.slice(*bounds, axis=0),
+            seen=step.seen.slice(*bounds, axis=0).slice(0, tiles * tile, axis=1),
+            tables=step.tables and step.tables.slice(a, b, axis=0).slice(0, tiles * blocks, axis=1),
+            slots=step.slots and step.slots.slice(a, b, axis=0).slice(0, tiles * tile, axis=1),
         )
         return body.Concat(done, _attend(one), axis=0)
 
@@ -114,6 +164,39 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
         lambda: (body.loop(body.Reshape(first.dim(0), []), q.slice(0, 0, axis=0), run),),
     )[0]
     return body.function((out, new_k, new_v), ("out", "new_k_cache", "new_v_cache"))
+
+
+def _in_trees(
+    body: Body,
+    rows: _Rows,
+    row: Value,
+    tables: Value,
+    block_size: Value,
+    key: Value,
+    tree_base: Value,
+    ancestors: Value,
+) -> tuple[_Rows, _Parts]:
+    """The rows, and the parts: each row of a tree is one. row: 0 .. T - 1. key: 0 .. S - 1. Others: int64 inputs."""
+    entries = (ancestors >= 0).int64().sum(1)  # [T] 0 = not in a tree
+    inside = entries > 0
+    base = body.Gather(tree_base, rows.request)  # [T]
+    position = body.Where(inside, base + entries - 1, rows.place)
+    starts = _one(body.NonZero(inside | body.Equal(rows.local, 0)))  # [N]
+    stops = body.Concat(starts.slice(1, 2**62, axis=0), row.dim(0), axis=0)
+    ends = body.Gather(body.Where(inside, position + 1, rows.end), starts)
+    # the rows of a part's keys: those before the tree, then its ancestors, which lie anywhere after that
+    index = key.at(0) - body.Gather(base, starts).at(1)  # [N, S]
+    last = ancestors.dim(1) - 1
+    entry = body.GatherElements(body.Gather(ancestors, starts), body.Min(body.Max(index, 0), last), axis=1)
+    own = (index >= 0) & (index <= last) & (entry >= 0)
+    places = body.Where(own, body.Gather(base, starts).at(1) + entry, key.at(0))
+    owner = body.Expand(body.Gather(rows.request, starts).at(1), body.Shape(places))
+    slots = _slots(body, tables, owner, places, block_size)  # [N, S, 2]
+    block, offset = (body.Gather(slots, i, axis=2) for i in range(2))
+    return (
+        replace(rows, position=position),
+        _Parts(starts, stops - starts, ends, slots=block * block_size + offset),
+    )
 
 
 def kv_compact() -> FunctionProto:
@@ -157,8 +240,9 @@ def _widened(body: Body, tables: Value, columns: Value) -> Value:
     return body.Concat(tables, scratch, axis=1).slice(0, columns, axis=1)
 
 
-def _seen(body: Body, key: Value, position: Value, local: Value, end: Value, window: Value, tree_mask: Value) -> Value:
-    """Return which keys each row attends to, [T, S] bool. `key` is [1, S]; position, local and end are [T, 1]."""
+def _seen(body: Body, key: Value, rows: _Rows, window: Value, tree_mask: Value) -> Value:
+    """Return which keys each row attends to, [T, S] bool. `key` is [1, S]."""
+    position, local, end = rows.position.at(1), rows.local.at(1), rows.end.at(1)
 
     def tree() -> Value:
         # Bit j of a row's mask is the request's new row j. All tokens before the new rows are committed and visible.
@@ -196,7 +280,9 @@ def _attend(step: _Step) -> Value:
     body = step.body
     block_size, kv_heads, depth = (step.k_cache.inner_dim(axis) for axis in (1, 2, 3))
     _, tile = _tile_size(block_size)
-    n, tiles = step.tables.dim(0), step.seen.dim(1) // tile
+    where = step.slots if step.tables is None else step.tables
+    assert where is not None
+    n, tiles = where.dim(0), step.seen.dim(1) // tile
     group = step.queries.inner_dim(1) // kv_heads
     queries = (step.queries.float32() * step.scale).reshape(n, -1, kv_heads, group, depth)
     seen = step.seen.reshape(n, -1, tiles, tile)
@@ -207,12 +293,12 @@ def _attend(step: _Step) -> Value:
     per_tile = (n, kv_heads, tiles)
     queries = queries.permute(0, 2, 4, 1, 3).reshape(n, kv_heads, 1, depth, -1)
     seen = seen.permute(0, 2, 1, 3).at(1, 4)  # [n, 1, tiles, W, 1, tile]
+    caches = [step.k_cache, step.v_cache]
+    if step.tables is None:
+        caches = [cache.reshape(-1, kv_heads, depth) for cache in caches]
     keys, values = (
-        body.Gather(cache, step.tables, axis=0)
-        .reshape(n, tiles, tile, kv_heads, depth)
-        .permute(0, 3, 1, 2, 4)
-        .float32()
-        for cache in (step.k_cache, step.v_cache)
+        body.Gather(cache, where, axis=0).reshape(n, tiles, tile, kv_heads, depth).permute(0, 3, 1, 2, 4).float32()
+        for cache in caches
     )  # [n, Hkv, tiles, tile, D]
 
     scores = body.MatMul(keys, queries)  # [n, Hkv, tiles, tile, W * G]

@@ -88,7 +88,15 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     for name in OPS:
         overload = getattr(torch.ops.trtspec, name).default
         table[overload] = _translation(node_type(name), overload._schema)
+    table[torch.ops.aten.sort.stable] = _stable_sort
     return table
+
+
+def _stable_sort(self: Any, *, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """Write a stable sort, which the exporter lacks: of equal values, TopK takes that of the lowest index first."""
+    standard = values.Opset("", OPSET)
+    size = standard.Gather(standard.Shape(self), [dim])
+    return standard.TopK(self, size, axis=dim, largest=int(descending), sorted=1, _outputs=2)
 
 
 def node_type(op: str) -> str:

@@ -30,7 +30,7 @@ _WRITERS: dict[str, Callable[..., FunctionProto]] = {
 }
 
 _GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "SpecAttention": (("tree_mask",), ("sinks",)),
+    "SpecAttention": (("tree_mask",), ("sinks",), ("tree_base", "ancestors")),
     "ProcessLogits": (
         ("history", "prompt_lens", "penalties"),
         ("bias_ids", "bias_values"),
