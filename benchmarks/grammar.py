@@ -38,8 +38,8 @@ from trtspec.ops import load_plugins
 from trtspec.outputs import SpeculationStats
 
 TEMPERATURES = (0.0, 0.8)
-FREE = 20
-"""Requests that are answered without their schema, too."""
+FREE, FREE_TOKENS = 8, 64
+"""Requests that are answered without their schema, too, and the length of these answers."""
 
 
 @dataclass
@@ -74,6 +74,15 @@ class Run:
         return request.shown_text if request.finish_reason == "stop" else ""
 
 
+def valid(text: str, schema: dict[str, Any]) -> bool:
+    """Whether a text is JSON of the schema."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
 def methods(wanted: Sequence[str]) -> dict[str, dict[str, Any] | None]:
     """The speculative_config of each contestant, by its name."""
     every: dict[str, dict[str, Any] | None] = {
@@ -89,7 +98,8 @@ def methods(wanted: Sequence[str]) -> dict[str, dict[str, Any] | None]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=["grammar", "ngram", "suffix", "eagle3"])
+    names = ("grammar", "ngram", "suffix", "eagle3")
+    parser.add_argument("--methods", nargs="+", default=names, choices=names)
     parser.add_argument("--backend", default="auto", choices=("eager", "auto"))
     parser.add_argument("--requests", type=int, default=100)
     parser.add_argument("--max-tokens", type=int, default=256)
@@ -119,10 +129,11 @@ def main() -> int:
                 random.Random(i).shuffle(names)
                 for name in names:
                     text = guided[name].answer(engines[name], prompt, asked)
-                    if text:
-                        jsonschema.validate(json.loads(text), schema)
+                    if text and not valid(text, schema):
+                        wrong.append(f"request {i} of {name}: {text!r} does not match its schema: that is a bug")
                     if i < FREE:
-                        free[name].answer(engines[name], prompt, SamplingParams(ignore_eos=True, **common))
+                        unguided = SamplingParams(ignore_eos=True, **{**common, "max_tokens": FREE_TOKENS})
+                        free[name].answer(engines[name], prompt, unguided)
             for name in engines:
                 if guided[name].ids != guided["plain"].ids:
                     wrong.append(f"the text of {name} differs from plain decoding: that is a bug")

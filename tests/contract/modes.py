@@ -84,7 +84,7 @@ RECIPES: dict[M, Recipe] = {
     M.DSPARK: Recipe({"method": "dspark"}, draft="dspark"),
 }
 # Modes without drafts of their own: no speculation, a mode that becomes another once planned, or hidden states.
-WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES}
+WITHOUT_DRAFTS = {M.NONE, M.AUTO, M.SAVE_HIDDEN_STATES, M.GRAMMAR}  # GRAMMAR: tests/e2e/test_guided.py
 
 
 def cases() -> list[Case]:

@@ -78,6 +78,12 @@ def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "eagle3": {"method": "eagle3", "model": str(head)},
         "static tree": {"method": "eagle3", "model": str(head), "speculative_token_tree": "[(0,), (1,), (0, 0)]"},
         "two engines": {"method": "eagle3", "model": str(head), "one_engine": False},
+        "grown tree": {
+            "method": "eagle3",
+            "model": str(head),
+            "max_total_draft_tokens": 7,
+            "dynamic_tree_max_topK": 2,
+        },
     }
 
 
@@ -147,6 +153,8 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
         ("two engines", 3),
         ("grammar", "auto"),
         ("eagle3", "auto"),
+        ("draft", "auto"),
+        ("grown tree", 3),
     ],
 )
 def test_speculation_changes_nothing(
@@ -209,14 +217,14 @@ def test_what_a_grammar_forces_is_accepted(target: Path) -> None:
 def test_a_guide_that_cannot_draft_costs_its_request_the_drafts_alone(
     target: Path, plain: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = Guide.draft
+    real = Guide.extend
 
-    def draft(self: Guide, drafts: Sequence[int], most: int) -> list[int]:
+    def extend(self: Guide, drafts: Sequence[int], most: int) -> list[int]:
         if self is doomed:
             raise RuntimeError("lost its way")
         return real(self, drafts, most)
 
-    monkeypatch.setattr(Guide, "draft", draft)
+    monkeypatch.setattr(Guide, "extend", extend)
     with LLM(target, {"method": "grammar"}, **LIMITS) as llm:
         params = SamplingParams(temperature=0.0, structured_outputs=FORMS["choice"])
         (bad,), (good,) = (llm.engine.add_request([1, 2, 3], params) for _ in range(2))
@@ -226,7 +234,8 @@ def test_a_guide_that_cannot_draft_costs_its_request_the_drafts_alone(
     assert bad.error is None
     assert bad.output_ids == good.output_ids
     assert (bad.stats.num_draft_tokens, good.stats.num_draft_tokens > 0) == (0, True)
-    assert "the guide failed (RuntimeError: lost its way)" in caplog.text
+    assert "without drafts of its grammar" in caplog.text
+    assert "RuntimeError: lost its way" in caplog.text
 
 
 def test_other_requests_say_what_they_would_alone(target: Path) -> None:

@@ -227,6 +227,25 @@ def test_a_rest_ends_where_drafts_pay_in_a_smaller_batch() -> None:
             assert (chooser._of(15).rest, chooser._of(15).next_rest) == (left - 1, length)
 
 
+def test_drafts_of_grammars_are_counted_apart_and_tried_again() -> None:
+    """Drafts that a request's grammar forces say nothing of its drafter. If they fail, they are tried now and then."""
+    times = costs(lambda rows: 1 + 0.4 * rows, lambda made: 0.1 * made)
+    chooser = DraftLength(times, 5)
+    before = chooser.verify([(1, 3)], 1)
+    for _ in range(20):
+        chooser.observe([Outcome(~1, 3, 0)])
+    assert chooser.verify([(1, 3)], 1) == before != [0]
+    tried = [chooser.verify([(~1, 3)], 1) for _ in range(40)]
+    assert tried.count([3]) == 2
+    assert tried.count([0]) == 38
+    assert chooser.verify([(~2, 3)], 1) == [0], "those of other requests are expected to do as badly"
+    for _ in range(20):
+        chooser.observe([Outcome(~1, 3, 3)])
+    assert chooser.verify([(~1, 3)], 1) == [3]
+    chooser.forget(1)
+    assert not chooser._requests.keys() & {1, ~1}
+
+
 def test_a_single_rejection_is_no_run() -> None:
     chooser = DraftLength(REAL, K)
     for _ in range(200):

@@ -12,7 +12,7 @@ import torch
 from tests.unit.tokenizer_kinds import TOKENIZERS
 from trtspec import SamplingParams, StructuredOutputs
 from trtspec.config.tree import DraftTree, DynamicTree, Tree, parse_tree
-from trtspec.engine.guided_drafts import draft_source, follow_grammar
+from trtspec.engine.guided_drafts import draft_source, follow_grammar, outcomes_of
 from trtspec.engine.request import Request
 from trtspec.kv.blocks import SequenceKV
 from trtspec.sampling_params import RequestSampling
@@ -53,6 +53,11 @@ def written(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return text.removeprefix("\n") + "$" * tokens.count(END)
 
 
+def drafted(guide: Guide, own: list[int], most: int) -> list[int]:
+    """The drafts of a chain of which a drafter made `own`."""
+    return guide.extend(own[: len(guide.allowed(own[:most], range(-1, most - 1)))], most)
+
+
 def state(guide: Guide) -> list[int]:
     mask = torch.full((1, guide.num_words), -1, dtype=torch.int32)
     guide.fill(mask, [])
@@ -69,10 +74,10 @@ def test_what_must_come_next_is_drafted(name: str, style: str) -> None:
     left, found = [*tokens_of(tokenizer, text), END], []
     while left:
         before = state(guide)
-        drafts = guide.draft([], 40)
+        drafts = drafted(guide, [], 40)
         assert state(guide) == before, "no state changes"
         assert guide.allowed(drafts, range(-1, len(drafts) - 1)) == list(range(len(drafts)))
-        assert guide.draft([], 2) == drafts[:2] or len(drafts) < 2
+        assert drafted(guide, [], 2) == drafts[:2] or len(drafts) < 2
         right = next((i for i, pair in enumerate(zip(drafts, left, strict=False)) if pair[0] != pair[1]), len(drafts))
         found += left[:right]
         guide.accept(left[: right + 1])
@@ -100,19 +105,19 @@ def test_own_drafts_come_first_and_are_cut_where_they_leave_the_grammar() -> Non
     tokenizer = TOKENIZERS["byte_level"]
     guide = guide_of(tokenizer, StructuredOutputs(regex="(hello|bye) world(!|\\?)"))
     hello = tokenizer.encode("hello wo", add_special_tokens=False)
-    assert guide.draft([], 30) == []
-    assert guide.draft(hello, len(hello)) == hello
-    assert guide.draft(hello, 1) == hello[:1]
-    rest = guide.draft(hello, 30)[len(hello) :]
+    assert drafted(guide, [], 30) == []
+    assert drafted(guide, hello, len(hello)) == hello
+    assert drafted(guide, hello, 1) == hello[:1]
+    rest = drafted(guide, hello, 30)[len(hello) :]
     assert written(tokenizer, rest) == "rld"
     wrong = tokenizer.encode("hello you", add_special_tokens=False)
-    assert written(tokenizer, guide.draft(wrong, 30)) == "hello world"
-    assert guide.draft(tokenizer.encode("?", add_special_tokens=False), 30) == []
+    assert written(tokenizer, drafted(guide, wrong, 30)) == "hello world"
+    assert drafted(guide, tokenizer.encode("?", add_special_tokens=False), 30) == []
     guide.accept([*tokenizer.encode("bye world?", add_special_tokens=False)])
-    assert guide.draft(wrong, 5) == [END]
-    assert guide.draft([END, *wrong], 5) == [END], "nothing comes after the end"
+    assert drafted(guide, wrong, 5) == [END]
+    assert drafted(guide, [END, *wrong], 5) == [END], "nothing comes after the end"
     guide.accept([END])
-    assert guide.draft(wrong, 5) == []
+    assert drafted(guide, wrong, 5) == []
 
 
 def test_special_tokens_are_no_text(capfd: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +125,7 @@ def test_special_tokens_are_no_text(capfd: pytest.CaptureFixture[str]) -> None:
     tokenizer = TOKENIZERS["byte_level"]
     guide = guide_of(tokenizer, StructuredOutputs(regex="a+"))
     special = [token for token in range(tokenizer.vocab_size) if tokenizer.is_special(token) and token != END]
-    assert guide.draft([*special, tokenizer.vocab_size + 3], 5) == tokenizer.encode("a", add_special_tokens=False)
+    assert drafted(guide, [*special, tokenizer.vocab_size + 3], 5) == tokenizer.encode("a", add_special_tokens=False)
     assert "Warning" not in "".join(capfd.readouterr())
 
 
@@ -171,7 +176,6 @@ def test_draft_kv_of_replaced_drafts_is_not_valid() -> None:
         request = request_of(guide, drafts)
         follow_grammar(request, None, 20, 20)
         assert request.kv.draft_kv_len == valid
-        assert not request.is_grammar_led
         assert draft_source(request) == 5
     request = request_of(guide, tokenizer.encode("x", add_special_tokens=False))
     follow_grammar(request, None, 20, 20)
@@ -180,7 +184,6 @@ def test_draft_kv_of_replaced_drafts_is_not_valid() -> None:
     request = request_of(guide, bad)
     follow_grammar(request, None, 20, 20)
     assert written(tokenizer, request.drafts) == " world$"
-    assert request.is_grammar_led
     assert draft_source(request) == ~5
     assert request.kv.draft_kv_len == 10
 
@@ -190,7 +193,10 @@ TREE = DraftTree(parse_tree("[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"))
 
 @pytest.mark.parametrize("tree", [TREE, DynamicTree(3, 6, 2)], ids=["static", "dynamic"])
 def test_trees_follow_the_grammar(tree: Tree) -> None:
-    """Forbidden nodes and their descendants go where the shape is free. If no node is allowed, a chain is drafted."""
+    """Where the shape is free, forbidden nodes go with their descendants, and the first line goes on as it must.
+
+    Where it is not, they stay, unless no node is allowed. Then the first line is what must come next.
+    """
     tokenizer = TOKENIZERS["byte_level"]
     a, b, c, d = (tokenizer.encode(one, add_special_tokens=False)[0] for one in "abcd")
     guide = guide_of(tokenizer, StructuredOutputs(regex="(ab|b[cd])dd"))
@@ -198,23 +204,109 @@ def test_trees_follow_the_grammar(tree: Tree) -> None:
     request = request_of(guide, nodes, TREE.parents)
     follow_grammar(request, tree, 6, 3)
     if tree.is_dynamic:
-        assert (request.drafts, list(request.draft_parents)) == ([b, c], [-1, 0])
+        assert (request.drafts, list(request.draft_parents)) == ([b, c, d], [-1, 0, 1])
     else:
         assert request.drafts == nodes
-    assert not request.is_grammar_led
+    assert (request.num_own_drafts, request.is_cut, draft_source(request)) == (2, True, 5)
     guide.accept([a])
-    request = request_of(guide, [c, a, a, b, c, d], TREE.parents)
+    wrong = [c, a, a, b, c, d]
+    request = request_of(guide, wrong, TREE.parents)
     follow_grammar(request, tree, 6, 3)
     wanted = guide.next_tokens(3)
     assert wanted
-    assert request.is_grammar_led
+    assert (request.num_own_drafts, draft_source(request)) == (0, ~5)
     if tree.is_dynamic:
         assert (request.drafts, list(request.draft_parents)) == (wanted, list(range(-1, len(wanted) - 1)))
     else:
         line = [0, 2, 5][: len(wanted)]
         assert [request.drafts[node] for node in line] == wanted
-        others = [node for node in range(6) if node not in line]
-        assert [request.drafts[node] for node in others] == [[c, a, a, b, c, d][node] for node in others]
+        assert [one for node, one in enumerate(request.drafts) if node not in line] == [
+            one for node, one in enumerate(wrong) if node not in line
+        ]
+    choice = guide_of(tokenizer, StructuredOutputs(regex="(ab|b[cd])dd"))
+    request = request_of(choice, [c, d, a, b, c, d], TREE.parents)
+    follow_grammar(request, tree, 6, 3)
+    assert request.drafts == [], "nothing is allowed, and nothing is forced"
+
+
+def test_a_forced_line_keeps_the_limits_of_its_tree() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    a, b, c = (tokenizer.encode(one, add_special_tokens=False)[0] for one in "abc")
+    for most, depth, count in ((9, 9, 4), (9, 3, 2), (4, 9, 1), (3, 9, 0)):
+        guide = guide_of(tokenizer, StructuredOutputs(regex="[ab]qrst"))
+        request = request_of(guide, [a, c, b], (-1, -1, -1))
+        follow_grammar(request, DynamicTree(depth, most, 2), most, depth)
+        forced = guide.extend([a], 9)[1:]
+        assert len(forced) >= 4, "some tokens and the end"
+        allowed = min(most - 2, depth - 1, len(forced))
+        assert request.drafts == [a, b, *forced[:allowed]]
+        assert list(request.draft_parents) == [-1, -1, *[0, *range(2, 10)][:allowed]]
+        assert allowed >= count
+
+
+def test_outcomes_tell_drafters_and_grammars_apart() -> None:
+    """A forbidden draft counts as a rejected one of the drafter. What is forced counts for the grammar alone."""
+    tokenizer = TOKENIZERS["byte_level"]
+    hello = tokenizer.encode("hello", add_special_tokens=False)
+    guide = guide_of(tokenizer, StructuredOutputs(regex="(hello|bye) world"))
+    request = request_of(guide, [*hello, END])
+    follow_grammar(request, None, 20, 20)
+    own, total = len(hello), len(request.drafts)
+    assert total > own
+    assert outcomes_of(request, total, total) == [(5, own + 1, own), (~5, total - own, total - own)]
+    assert outcomes_of(request, total, 0) == [(5, own + 1, 0)]
+    assert outcomes_of(request, own, own) == [(5, own + 1, own)], "its next draft was forbidden all the same"
+    guide.accept(hello)
+    request = request_of(guide, hello)
+    follow_grammar(request, None, 20, 20)
+    assert outcomes_of(request, len(request.drafts), 1) == [(5, 1, 0), (~5, len(request.drafts), 1)]
+    free = request_of(guide, hello)
+    free.guide = None
+    assert outcomes_of(free, 3, 2) == [(5, 3, 2)]
+    assert outcomes_of(free, 0, 0) == []
+
+
+class Faulty:
+    """A matcher whose second search for forced text fails."""
+
+    def __init__(self, matcher: Any, error: Exception) -> None:
+        self.matcher, self.error, self.calls = matcher, error, 0
+
+    def find_jump_forward_string(self) -> str:
+        self.calls += 1
+        if self.calls == 2:
+            raise self.error
+        return str(self.matcher.find_jump_forward_string())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+def test_an_error_leaves_the_state_as_it_was() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    guide = guide_of(tokenizer, StructuredOutputs(json=PERSON))
+    guide.accept(tokenizer.encode('{"name": "x"', add_special_tokens=False))
+    before, real = state(guide), guide._matcher
+    comma = tokenizer.encode(",", add_special_tokens=False)
+    guide._matcher = Faulty(real, RuntimeError("lost its way"))
+    with pytest.raises(RuntimeError, match="lost"):
+        guide.extend(comma, 20)
+    guide._matcher = real
+    assert state(guide) == before
+    guide._matcher = Faulty(real, UnicodeDecodeError("utf-8", b"\xe5", 0, 1, "unexpected end of data"))
+    assert guide.extend(comma, 20)[:1] == comma
+    guide._matcher = real
+    assert state(guide) == before
+
+
+def test_the_end_follows_all_of_the_text() -> None:
+    tokenizer = TOKENIZERS["byte_level"]
+    guide = guide_of(tokenizer, StructuredOutputs(grammar='root ::= "abc" "\\n"'))
+    tokens = guide.next_tokens(9)
+    assert tokenizer.decode(tokens) == "abc\n"
+    assert tokens[-1] == END
+    silent = TOKENIZERS["no_decoder"]  # has no token for any of these characters
+    assert GrammarCompiler(silent, 8).guides(StructuredOutputs(regex="a"), {3}, 1)[0].next_tokens(9) in ([0, 3], [0])
 
 
 def test_random_texts_of_random_schemas_are_never_left() -> None:
@@ -232,7 +324,7 @@ def test_random_texts_of_random_schemas_are_never_left() -> None:
         for _ in range(25):
             before = state(guide)
             own = [rng.randrange(tokenizer.vocab_size + SPARE) for _ in range(3)]
-            drafts = guide.draft(own, 6)
+            drafts = drafted(guide, own, 6)
             assert len(drafts) <= 6
             assert guide.allowed(drafts, range(-1, len(drafts) - 1)) == list(range(len(drafts)))
             assert state(guide) == before

@@ -157,7 +157,7 @@ def _step_costs(
 ) -> StepCosts:
     """Times of the engine's steps. drafter: that of the mode, if it has one."""
     model = drafter if context.mode.has_draft_model() else None
-    looks_up = drafter is not None and model is None
+    looks_up = model is None and not context.mode.use_one_engine()
     return step_costs(
         target.executable.inner,
         model,

@@ -72,6 +72,7 @@ class _Known:
     next_rest: int = FIRST_REST  # steps of the next rest
     probe: int = 0  # steps of an attempt that are left: drafts are verified whether they pay or not
     offered: bool = False  # whether there were drafts for the next step
+    skipped: int = 0  # times that drafts of its grammar were not verified, since some were
     accepts: bool = True  # whether the last first draft was accepted
     times: int = 0  # number of equal outcomes in a row ...
     run: float = 1.0  # ... and how likely they were
@@ -146,7 +147,13 @@ class DraftLength:
 
         drafts: sources (see Outcome) of the drafts of those that speculate, and the number of drafts of each.
         """
-        lengths = self._verify([(self._of(source), min(count, self.most)) for source, count in drafts], batch)
+        known = [(self._of(source), min(count, self.most)) for source, count in drafts]
+        lengths = self._verify(known, batch)
+        for i, ((source, _), (one, count)) in enumerate(zip(drafts, known, strict=True)):
+            if source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then anyway
+                one.skipped += 1
+                if one.skipped == FIRST_REST:
+                    one.skipped, lengths[i] = 0, count
         self._record("verify", (list(drafts), batch), lengths)
         return lengths
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from trtspec.config.tree import DraftTree, Tree
+from collections.abc import Sequence
+
+from trtspec.config.tree import DraftTree, DynamicTree, Tree
+from trtspec.engine.draft_length import Outcome
 from trtspec.engine.request import Request
 
 
@@ -13,34 +16,70 @@ def follow_grammar(request: Request, tree: Tree | None, most: int, depth: int) -
     """
     guide, old = request.guide, request.drafts
     assert guide is not None
+    parents = range(-1, len(old) - 1) if tree is None else tree.parents_for(request.draft_parents)
+    allowed = guide.allowed(old, parents)
     if tree is None:
-        request.drafts = guide.draft(old, most)
-        request.is_grammar_led = request.drafts[:1] != old[:1]
-    else:
-        allowed = guide.allowed(old, tree.parents_for(request.draft_parents))
-        request.is_grammar_led = not allowed
-        if not allowed:
-            _draft_chain(request, tree, guide.next_tokens(min(most, depth)))
-        elif tree.is_dynamic:
-            request.keep_drafts(allowed)
+        request.drafts = guide.extend(old[: len(allowed)], most)
+    elif isinstance(tree, DynamicTree):
+        request.keep_drafts(allowed)
+        _extend_line(request, most, depth)
+    elif not allowed:
+        _fill_line(request, tree, min(most, depth))
+    request.num_own_drafts, request.is_cut = len(allowed), len(allowed) < len(old)
     same = next((j for j, pair in enumerate(zip(old, request.drafts, strict=False)) if pair[0] != pair[1]), len(old))
     # the draft KV of drafts that others replace is not that of the text
     request.kv.draft_kv_len = min(request.kv.draft_kv_len, len(request.tokens) + same)
 
 
-def _draft_chain(request: Request, tree: Tree, tokens: list[int]) -> None:
-    """Draft a chain. In a tree of a fixed shape it takes the first child of each node, and other nodes stay."""
-    if isinstance(tree, DraftTree):
-        drafts = list(request.drafts)
-        for depth, token in enumerate(tokens, 1):
-            node = tree.paths.index((0,) * depth) if (0,) * depth in tree.paths else len(drafts)
-            if node < len(drafts):
-                drafts[node] = token
-        request.drafts = drafts
-    else:
-        request.drafts, request.draft_parents = tokens, range(-1, len(tokens) - 1)
+def _extend_line(request: Request, most: int, depth: int) -> None:
+    """Let what the grammar forces follow the likeliest line of a tree: that of the first child of each node."""
+    assert request.guide is not None
+    line = _line(request.draft_parents, len(request.drafts))
+    room = min(most - len(request.drafts), depth - len(line))
+    told = [request.drafts[node] for node in line]
+    forced = request.guide.extend(told, len(line) + max(room, 0))[len(line) :]
+    last, count = line[-1] if line else -1, len(request.drafts)
+    request.drafts = request.drafts + forced
+    request.draft_parents = [*request.draft_parents, *[last, *range(count, count + len(forced) - 1)][: len(forced)]]
+
+
+def _fill_line(request: Request, tree: DraftTree, depth: int) -> None:
+    """Put what the grammar forces on the first child of each node of a tree without allowed drafts.
+
+    Other nodes stay where they are. If there are no drafts, or nothing is forced, nothing is drafted.
+    """
+    assert request.guide is not None
+    drafts = list(request.drafts)
+    forced = request.guide.extend([], depth)
+    for node, token in zip(_line(tree.parents, len(drafts)), forced, strict=False):
+        drafts[node] = token
+    request.drafts = drafts if forced else []
+
+
+def _line(parents: Sequence[int], count: int) -> list[int]:
+    """The first child of the root, its first child, and so on, among the first `count` nodes of a tree."""
+    line: list[int] = []
+    for node in range(count):
+        if parents[node] == (line[-1] if line else -1):
+            line.append(node)
+    return line
 
 
 def draft_source(request: Request) -> int:
     """Key of what the next drafts come from, for DraftLength: its guide's are expected to do otherwise than others."""
-    return ~request.request_id if request.is_grammar_led else request.request_id
+    led = request.guide is not None and request.num_own_drafts == 0 and request.drafts
+    return ~request.request_id if led else request.request_id
+
+
+def outcomes_of(request: Request, verified: int, accepted: int) -> list[Outcome]:
+    """What a step says of the drafts of a request, for DraftLength. A draft that was forbidden counts as rejected."""
+    if request.guide is None:
+        return [Outcome(request.request_id, verified, accepted)] if verified else []
+    own = min(request.num_own_drafts, verified)
+    rejected = request.is_cut and own == request.num_own_drafts
+    found = []
+    if own or rejected:
+        found.append(Outcome(request.request_id, own + rejected, min(accepted, own)))
+    if verified > own and accepted >= own:
+        found.append(Outcome(~request.request_id, verified - own, accepted - own))
+    return found

@@ -58,7 +58,7 @@ class Proposer:
             chosen = self.num_drafts(self.draft_len(scheduler))
         elif chosen is None:
             chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
-        return chosen if drafting and self.drafter is None else 0
+        return chosen if drafting and self.drafts_inside else 0
 
     def repeats(self, requests: Sequence[Request], draft_len: int, scheduler: Scheduler) -> bool:
         """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.
@@ -107,7 +107,7 @@ class Proposer:
             if self.chooser is not None and not self.chooser.looks_up:
                 lengths = [min(length, self.chooser.made) for length in lengths]
             self._ask([one for one in zip(requests, lengths, depths, strict=True) if one[1] > 0])
-        else:
+        elif self.drafts_inside:
             for request, length, depth in zip(requests, lengths, depths, strict=True):
                 if self.shapes_trees:
                     _keep_within(request, depth)
@@ -117,7 +117,7 @@ class Proposer:
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
         for request, length, depth in zip(requests, allowed, depths, strict=True):
-            if request.guide is not None and length > 0 and request.speculates:
+            if request.follows_grammar and length > 0 and request.speculates:
                 self._follow_grammar(request, length, depth)
         if self.chooser is not None:
             drafting = [request for request in requests if request.drafts]
@@ -147,6 +147,11 @@ class Proposer:
                     type(error).__name__,
                     error,
                 )
+
+    @property
+    def drafts_inside(self) -> bool:
+        """Whether launches make the drafts."""
+        return self.speculation is not None and self.speculation.mode.use_one_engine()
 
     @property
     def shapes_trees(self) -> bool:
@@ -223,16 +228,20 @@ class Proposer:
             follow_grammar(request, self.speculation.tree, length, depth)
         except Exception as error:
             self.num_failures += 1
-            request.drafts = []
-            self._give_up(request, error, "guide")
+            request.follows_grammar, request.drafter_error = False, error
+            logger.warning(
+                "request %d goes on without drafts of its grammar, its output is not affected (%s: %s)",
+                request.request_id,
+                type(error).__name__,
+                error,
+            )
 
-    def _give_up(self, request: Request, error: Exception, culprit: str = "drafter") -> None:
-        """Let the request go on as if there were no drafter. culprit: what failed."""
+    def _give_up(self, request: Request, error: Exception) -> None:
+        """Let the request go on as if there were no drafter."""
         request.speculates, request.drafter_error = False, error
         logger.warning(
-            "request %d goes on without drafts, its output is not affected: the %s failed (%s: %s)",
+            "request %d goes on without drafts, its output is not affected: the drafter failed (%s: %s)",
             request.request_id,
-            culprit,
             type(error).__name__,
             error,
         )

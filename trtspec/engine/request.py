@@ -39,7 +39,8 @@ class Request:
     pending: int = 0  # rows in steps that are in flight
     # where each tree has a shape of its own: the draft before each draft, -1 = the last token
     draft_parents: Sequence[int] = ()
-    is_grammar_led: bool = False  # the first draft comes from the guide, not from a drafter
+    num_own_drafts: int = 0  # of a guided request: the first drafts are a drafter's, the others its guide's
+    is_cut: bool = False  # the drafter's next draft was forbidden
     pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one
     max_draft_len: int = sys.maxsize  # the request's own limit of drafts per step; K is another
     speculates: bool = True  # False: it wants no drafts, or its drafter failed
@@ -50,10 +51,12 @@ class Request:
     stop_reason: int | str | None = None
     error: Exception | None = None
     needs_host: bool = field(init=False)  # its logit constraints or logprobs are made on the host in every step
+    follows_grammar: bool = field(init=False)  # its guide adds drafts and drops others; False once that failed
     token_array: array[int] = field(init=False, default_factory=lambda: array("i"))  # see int32_tokens
 
     def __post_init__(self) -> None:
         self.needs_host = bool(self.sampling.constraints) or self.logprobs is not None or self.guide is not None
+        self.follows_grammar = self.guide is not None
 
     def int32_tokens(self) -> array[int]:
         """`tokens` as 32-bit integers, each converted once. Do not keep a view of it: the array could not grow."""

@@ -17,8 +17,7 @@ from trtspec.config.tree import node_depths
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.constraints import parents_of
-from trtspec.engine.draft_length import Outcome
-from trtspec.engine.guided_drafts import draft_source
+from trtspec.engine.guided_drafts import outcomes_of
 from trtspec.engine.hidden_states import HiddenStateCollector
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
@@ -113,10 +112,9 @@ class StepLoop:
     def observe(self, emissions: Sequence[Emission]) -> None:
         """Tell the chooser of draft lengths, if there is one, what a step accepted of the requests that go on."""
         if self.proposer.chooser is not None:
-            verified = [one for one in emissions if one.draft_len and not one.finished]
-            self.proposer.chooser.observe(
-                [Outcome(draft_source(e.request), e.draft_len, e.num_drafts + e.num_past_end) for e in verified]
-            )
+            going_on = [one for one in emissions if one.tokens and not one.is_context and not one.finished]
+            found = [outcomes_of(e.request, e.draft_len, e.num_drafts + e.num_past_end) for e in going_on]
+            self.proposer.chooser.observe(list(itertools.chain.from_iterable(found)))
 
     @property
     def has_work(self) -> bool:
@@ -210,7 +208,9 @@ class StepLoop:
         num_kept = max(num_tokens - 1, 0)
         num_drafts = min(num_kept, len(taken))
         cut = num_kept - num_drafts
-        return Emission(request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, parents)
+        return Emission(
+            request, taken, news, num_drafts, draft_len, is_context, finished, verified, shown, cut, parents
+        )
 
     @property
     def max_depth(self) -> int:

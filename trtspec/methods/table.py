@@ -225,7 +225,6 @@ METHODS: dict[str, Method] = {
             needs="structured_outputs: only text that a grammar forces is drafted",
             implied_draft_len=8,
             auto_draft_len=8,
-            drafters={_M.GRAMMAR: _room("grammar:GrammarDrafter")},
         ),
         Method(
             name="auto",

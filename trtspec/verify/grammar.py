@@ -54,28 +54,28 @@ class Guide:
 
     def next_tokens(self, most: int) -> list[int]:
         """At most `most` tokens of the text that must come next, but for its white space, and of its end."""
-        if self._matcher.is_terminated():
+        if most <= 0 or self._matcher.is_terminated():
             return []
-        text, num_steps = next_text(self._matcher, self._spacing, self._vocabulary, CHARACTERS_PER_TOKEN * most)
-        try:
-            tokens = self._vocabulary.encode(text.rstrip())
+        with next_text(self._matcher, self._spacing, self._vocabulary, CHARACTERS_PER_TOKEN * most) as text:
             ends = self._vocabulary.must_end(self._matcher, self._ends)
-            return [*tokens, self._ends[0]][:most] if ends else tokens[:most]
-        finally:
-            self._matcher.rollback(num_steps)
+        told = text if ends else text.rstrip()
+        tokens = self._vocabulary.encode(told)
+        return [*tokens, self._ends[0]][:most] if ends and bool(tokens) == bool(told) else tokens[:most]
 
-    def draft(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most `most` tokens: the drafts up to the first that is not allowed, then what must come next."""
+    def extend(self, drafts: Sequence[int], most: int) -> list[int]:
+        """The drafts, which are allowed, and what must come next: at most `most` tokens."""
         kept = list(drafts[:most])
-        kept = kept[: len(self.allowed(kept, range(-1, len(kept) - 1)))]
         if len(kept) == most:
             return kept
-        spacing = self._spacing.copy()
-        self.accept(kept)
+        spacing, taken = self._spacing, 0
+        self._spacing = spacing.copy()
         try:
+            for token in kept:
+                self.accept([token])
+                taken += 1
             return kept + self.next_tokens(most - len(kept))
         finally:
-            self._matcher.rollback(len(kept))
+            self._matcher.rollback(taken)
             self._spacing = spacing
 
     def accept(self, tokens: Sequence[int]) -> None:

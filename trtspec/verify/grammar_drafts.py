@@ -6,7 +6,8 @@ the spacing that it has had so far. Drafts of this kind are guesses like any oth
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -41,11 +42,14 @@ class Matcher(Protocol):
     def is_completed(self) -> bool:
         """Whether the text may end."""
 
+    def rollback(self, num_steps: int) -> None:
+        """Take back the last steps."""
+
 
 class Vocabulary:
     """Text of tokens, tokens of a text, and what a grammar allows of them.
 
-    words [V]: bytes of each token, as the grammar reads them.
+    words [V]: bytes of each token, as the grammar reads them. Only the thread that runs steps may use it.
     """
 
     def __init__(self, tokenizer: Tokenizer, words: Sequence[bytes]) -> None:
@@ -96,10 +100,13 @@ class Vocabulary:
         return found
 
     def _encode(self, text: str) -> list[int]:
-        for anchor in _ANCHORS:
-            before = self._tokenizer.encode(anchor, add_special_tokens=False) if anchor else []
-            ids = self._tokenizer.encode(anchor + text, add_special_tokens=False)
-            tokens = ids[len(before) :]
+        for anchor in _ANCHORS if text else ():
+            try:
+                before = self._tokenizer.encode(anchor, add_special_tokens=False) if anchor else []
+                ids = self._tokenizer.encode(anchor + text, add_special_tokens=False)
+            except Exception:  # a bare Exception, if a character has no token
+                continue
+            tokens = [token for token in ids[len(before) :] if token < len(self._words)]
             spelled = b"".join([self._words[token] for token in tokens])
             if ids[: len(before)] == before and spelled == text.encode("utf-8", "replace"):
                 return tokens
@@ -151,21 +158,32 @@ def _kind(character: str) -> str:
     return "a" if character.isalnum() else character
 
 
-def next_text(matcher: Matcher, spacing: Spacing, vocabulary: Vocabulary, most: int) -> tuple[str, int]:
-    """Text of about `most` characters that must come next, but for white space -> (text, steps of the matcher).
+@contextmanager
+def next_text(matcher: Matcher, spacing: Spacing, vocabulary: Vocabulary, most: int) -> Iterator[str]:
+    """Text of about `most` characters that must come next, but for white space.
 
-    The matcher has accepted the text, and is to be rolled back by that number of steps.
+    Within the context the matcher has accepted the text. After it, or after an error, its state is the one before.
     """
-    spacing, parts, size = spacing.copy(), [], 0
-    while size < most:
-        options = [matcher.find_jump_forward_string()[: most - size]]
-        if not options[0]:
-            only = vocabulary.only_character(matcher)
-            options = [spacing.before(only) + only, only] if only else []
-        part = next((one for one in options if matcher.accept_string(one)), None)
-        if part is None:
-            break
-        parts.append(part)
-        size += len(part)
-        spacing.read(part)
-    return "".join(parts), len(parts)
+    spacing, parts, size = spacing.copy(), list[str](), 0
+    try:
+        while size < most:
+            options = [_forced(matcher)[: most - size]]
+            if not options[0]:
+                only = vocabulary.only_character(matcher)
+                options = [spacing.before(only) + only, only] if only else []
+            part = next((one for one in options if matcher.accept_string(one)), None)
+            if part is None:
+                break
+            parts.append(part)
+            size += len(part)
+            spacing.read(part)
+        yield "".join(parts)
+    finally:
+        matcher.rollback(len(parts))
+
+
+def _forced(matcher: Matcher) -> str:
+    try:
+        return matcher.find_jump_forward_string()
+    except UnicodeDecodeError:  # of half a character; older versions of xgrammar do not leave it out
+        return ""

@@ -100,8 +100,8 @@ def word_of(token: int, tokenizer: Tokenizer | None) -> str:
 def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Outcome of a step, token by token: accepted drafts, the token after them, rejected drafts.
 
-    If the drafts are a tree, "parents" has for each of them, the accepted ones first, the number of the draft before it,
-    or -1.
+    If the drafts are a tree, "parents" has the number of the draft before each of them, or -1. The accepted ones come
+    first.
     """
 
     def words(ids: Sequence[int]) -> list[str]:

@@ -25,7 +25,7 @@ __all__ = ["TritonPythonModel"]
 '''
 _MODELS = ("model", "speculative_model", "speculative_model_dir")
 """Fields that name models, in a speculative_config of our form or of TensorRT-LLM's."""
-_NO_FOLDERS = ("ngram", "[ngram]", "suffix")
+_NO_FOLDERS = ("ngram", "[ngram]", "suffix", "grammar")
 """Values of `model` that are not folders but methods, in vLLM's spelling."""
 _TOKENIZER_ONLY = ("preprocessing", "postprocessing")
 
