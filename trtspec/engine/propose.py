@@ -117,6 +117,7 @@ class Proposer:
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
         for request, length, depth in zip(requests, allowed, depths, strict=True):
+            request.num_own_drafts, request.is_cut = len(request.drafts), False
             if request.follows_grammar and length > 0 and request.speculates:
                 self._follow_grammar(request, length, depth)
         if self.chooser is not None:
