@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
 
+from tests.async_stand_in import HostQueue
 from tests.e2e.tiny import assert_all_blocks_free, make_target, perturbed
 from tests.head_checkpoints import make_eagle3
 from trtspec import LLM, RequestOutput, SamplingParams, StructuredOutputs
@@ -172,6 +173,23 @@ def test_speculation_changes_nothing(
         assert llm.get_metrics().speculation.num_accepted_tokens > 0
         assert_all_blocks_free(llm)
     assert told(outputs) == plain
+
+
+@pytest.mark.parametrize("backend", ["eager", "cuda"])
+def test_requests_without_a_form_decode_plainly(target: Path, plain: list[Any], work: HostQueue, backend: str) -> None:
+    """Requests without a form decode plainly where grammars draft, alone and next to guided ones."""
+    prompts, params, _ = jobs()
+    free = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    with LLM(target, **LIMITS) as llm:
+        alone = told(llm.generate(["{}"] * 2, free, use_tqdm=False))
+    with LLM(target, {"method": "grammar"}, backend=backend, **LIMITS) as llm:
+        assert told(llm.generate(["{}"] * 2, free, use_tqdm=False)) == alone
+        assert llm.get_metrics().speculation.num_draft_tokens == 0
+        assert (work.num_replayed > 10) == (backend == "cuda")
+        mixed = llm.generate(["{}", *prompts], [free, *params], use_tqdm=False)
+        assert told(mixed) == [alone[0], *plain]
+        assert llm.get_metrics().speculation.num_accepted_tokens > 0
+        assert_all_blocks_free(llm)
 
 
 class Contrarian:

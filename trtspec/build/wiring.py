@@ -114,8 +114,9 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     scheduler = Scheduler(
         allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional, branches
     )
-    # A drafter or collector reads tokens or states on the host between two steps: then the next one must wait.
-    overlaps = gpu is not None and drafter is None and collector is None and not config.disable_overlap_scheduler
+    # Where the host drafts, or a collector reads states, between two steps, the next one must wait.
+    alone = (not N or mode.use_one_engine()) and collector is None
+    overlaps = gpu is not None and alone and not config.disable_overlap_scheduler
     if overlaps and spec_plan is not None and spec_plan.draft_confidence_threshold is not None:
         logger.warning(
             "draft_confidence_threshold=%g loses accepted drafts and saves nothing: on a GPU the rows of a step are "
