@@ -151,7 +151,8 @@ class OutputDelta:
 class CompletionOutput:
     """One sample. finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort" or "error".
 
-    drafter_error: why the sample had no drafts from some token on. That costs time and changes no token.
+    drafter_error: why the sample had no drafts, or none of its grammar, from some token on. That costs time and changes
+    no token.
     logprobs: if asked for, a dict for each token: its own id first, then the most likely ids in order.
     cumulative_logprob: sum of the tokens' own log-probabilities.
     """

@@ -208,8 +208,8 @@ def _check(context: BuildContext) -> None:
         )
     if context.spec_plan is not None and context.spec_plan.chooses_draft_len and context.backend.device == "cuda":
         raise UnsupportedError(
-            f"num_speculative_tokens is 'auto', and backend {context.backend.name} cannot choose it yet; set a number, "
-            "to 3 for a start"
+            f"num_speculative_tokens is unset or 'auto', and backend {context.backend.name} cannot choose it yet; set "
+            "a number, to 3 for a start"
         )
     inside = ("target", context.target)  # holds draft layers that have no checkpoint of their own
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))

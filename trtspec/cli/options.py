@@ -112,7 +112,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
     """Add the speculation options under the names of trtllm-build."""
     parser.add_argument("--speculative_decoding_mode", help="EAGLE3_ONE_MODEL, DRAFT_TARGET, NGRAM, ... (default none)")
     parser.add_argument("--speculative_model_dir", help="checkpoint folder of the draft")
-    parser.add_argument("--max_draft_len", type=int, help="draft tokens per step, K")
+    parser.add_argument("--max_draft_len", type=_draft_len, help="draft tokens per step, K; unset = auto")
     parser.add_argument("--spec", help="all of speculation: a JSON object, or a file that holds one")
 
 

@@ -119,8 +119,8 @@ class SpeculativeConfig(StrictConfig):
 
     num_speculative_tokens: DraftLen | None = Field(
         default=None,
-        description="draft tokens per step, K; 'auto': as many as save time, none included; to decode without "
-        "speculation leave speculative_config unset",
+        description="draft tokens per step, K; 'auto': as many as save time, none included; unset: what the method or "
+        "its checkpoint implies, else 'auto'; to decode without speculation leave speculative_config unset",
     )
     model: Annotated[str | None, BeforeValidator(_text_of_path)] = Field(
         default=None, description="of the draft: a checkpoint folder, GGUF file or name on the Hub"

@@ -153,7 +153,9 @@ class DraftLength:
             if source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then anyway
                 one.skipped += 1
                 if one.skipped == FIRST_REST:
-                    one.skipped, lengths[i] = 0, count
+                    lengths[i] = count
+            if source < 0 and lengths[i]:
+                one.skipped = 0
         self._record("verify", (list(drafts), batch), lengths)
         return lengths
 

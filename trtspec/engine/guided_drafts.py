@@ -66,8 +66,8 @@ def _line(parents: Sequence[int], count: int) -> list[int]:
 
 
 def draft_source(request: Request) -> int:
-    """Key of what the next drafts come from, for DraftLength: its guide's are expected to do otherwise than others."""
-    led = request.guide is not None and request.num_own_drafts == 0 and request.drafts
+    """Key of what most of the next drafts come from, for DraftLength: a guide's do otherwise than others."""
+    led = request.guide is not None and 2 * request.num_own_drafts < len(request.drafts)
     return ~request.request_id if led else request.request_id
 
 
