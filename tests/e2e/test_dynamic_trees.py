@@ -287,9 +287,3 @@ def test_what_is_not_built_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         LLM(models / "target", {**speculation(mode, models), **wishes}, **SIZES)
-
-
-def test_tensorrt_has_no_trees(models: Path, tmp_path: Path) -> None:
-    wanted = read_speculative_config(speculation("ngram", models))
-    with pytest.raises(UnsupportedError, match="a draft tree on backend tensorrt is not built yet; use backend eager"):
-        build_engine(models / "target", tmp_path, wanted, EngineConfig(backend="tensorrt", dtype="float32", **SIZES))

@@ -359,11 +359,15 @@ def test_what_is_not_built_is_refused(wishes: dict[str, Any], error: type[Except
         LLM(models / "target", speculative_config={**speculation("eagle3", models), **wishes}, **SIZES)
 
 
-def test_tensorrt_refuses_branches(models: Path, tmp_path: Path) -> None:
-    wishes = read_speculative_config(speculation("eagle3", models))
+GROWN = {"speculative_token_tree": None, "max_total_draft_tokens": NODES, "dynamic_tree_max_topK": 2}
+
+
+@pytest.mark.parametrize("shape", [{}, GROWN], ids=["static", "dynamic"])
+def test_tensorrt_refuses_branches(shape: dict[str, Any], models: Path) -> None:
+    wishes = read_speculative_config({**speculation("eagle3", models), "num_speculative_tokens": DEPTH, **shape})
     words = "a draft tree on backend tensorrt is not built yet; use backend eager, cuda, aoti, onnx, or leave"
     with pytest.raises(UnsupportedError, match=words):
-        build_engine(models / "target", tmp_path, wishes, EngineConfig(backend="tensorrt", dtype="float32", **SIZES))
+        plan_context(models / "target", wishes, EngineConfig(backend="tensorrt", **SIZES), BACKENDS["tensorrt"])
 
 
 @pytest.mark.parametrize("count", [DEPTH, NODES, None])
