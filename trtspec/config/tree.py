@@ -137,6 +137,11 @@ class DynamicTree:
 Tree = DraftTree | DynamicTree
 
 
+def depth_of(parents: Sequence[int] | None) -> int | None:
+    """Depth of a tree's deepest node, 0 without nodes. parents: as in node_depths; None, a chain, gives None."""
+    return None if parents is None else max(node_depths(parents), default=0)
+
+
 def node_depths(parents: Sequence[int]) -> list[int]:
     """Depth of each node, 1 for children of the root. parents: the node before each node, -1 = the root."""
     depths: list[int] = []

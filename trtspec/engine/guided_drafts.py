@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trtspec.config.tree import DraftTree, DynamicTree, Tree
+from trtspec.config.tree import Tree
 from trtspec.engine.draft_length import Outcome
 from trtspec.engine.request import Request
 
@@ -20,11 +20,11 @@ def follow_grammar(request: Request, tree: Tree | None, most: int, depth: int) -
     allowed = guide.allowed(old, parents)
     if tree is None:
         request.drafts = guide.extend(old[: len(allowed)], most)
-    elif isinstance(tree, DynamicTree):
+    elif tree.is_dynamic:
         request.keep_drafts(allowed)
         _extend_line(request, most, depth)
     elif not allowed:
-        _fill_line(request, tree, min(most, depth))
+        _fill_line(request, parents, min(most, depth))
     request.num_own_drafts, request.is_cut = len(allowed), len(allowed) < len(old)
     same = next((j for j, pair in enumerate(zip(old, request.drafts, strict=False)) if pair[0] != pair[1]), len(old))
     # the draft KV of drafts that others replace is not that of the text
@@ -43,15 +43,16 @@ def _extend_line(request: Request, most: int, depth: int) -> None:
     request.draft_parents = [*request.draft_parents, *[last, *range(count, count + len(forced) - 1)][: len(forced)]]
 
 
-def _fill_line(request: Request, tree: DraftTree, depth: int) -> None:
+def _fill_line(request: Request, parents: Sequence[int], depth: int) -> None:
     """Put what the grammar forces on the first child of each node of a tree without allowed drafts.
 
-    Other nodes stay where they are. If there are no drafts, or nothing is forced, nothing is drafted.
+    parents: the draft before each node, -1 = the last token. Other nodes stay where they are. If there are no drafts,
+    or nothing is forced, nothing is drafted.
     """
     assert request.guide is not None
     drafts = list(request.drafts)
     forced = request.guide.extend([], depth)
-    for node, token in zip(_line(tree.parents, len(drafts)), forced, strict=False):
+    for node, token in zip(_line(parents, len(drafts)), forced, strict=False):
         drafts[node] = token
     request.drafts = drafts if forced else []
 

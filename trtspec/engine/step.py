@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trtspec.config.tree import node_depths
+from trtspec.config.tree import depth_of
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.constraints import parents_of
@@ -47,7 +47,7 @@ class Emission(NamedTuple):
     @property
     def draft_depth(self) -> int | None:
         """How many tokens ahead the drafts are at most, if they are a tree; None = a chain."""
-        return _depth(self.draft_parents)
+        return depth_of(self.draft_parents)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class StepLoop:
         if num_tokens and is_context:
             self.scheduler.release_siblings(request)
         elif num_tokens:
-            request.stats.observe(num_tokens, draft_len, depth=_depth(parents))
+            request.stats.observe(num_tokens, draft_len, depth=depth_of(parents))
         if finished:
             self.remove(request)
         num_kept = max(num_tokens - 1, 0)
@@ -224,10 +224,6 @@ class StepLoop:
             self.collector.ended(request)
         self.scheduler.remove(request)
         self.proposer.forget(request)
-
-
-def _depth(parents: Sequence[int] | None) -> int | None:
-    return None if parents is None else max(node_depths(parents), default=0)
 
 
 def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from trtspec.config.tree import node_depths
+from trtspec.config.tree import depth_of
 from trtspec.errors import RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.sampling_params import SamplingParams, StructuredOutputs
@@ -84,8 +84,7 @@ class Delta(NamedTuple):
         """Count this step in `stats`, unless it is a prefill step."""
         if self.token_ids and not self.is_context:
             num_tokens = self.num_accepted + self.num_past_end + 1
-            depth = None if self.draft_parents is None else max(node_depths(self.draft_parents), default=0)
-            stats.observe(num_tokens, len(self.draft_ids), depth=depth)
+            stats.observe(num_tokens, len(self.draft_ids), depth=depth_of(self.draft_parents))
 
 
 def sampling_params(fields: Mapping[str, Any]) -> SamplingParams:
