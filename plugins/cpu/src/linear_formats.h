@@ -38,7 +38,7 @@ template <int PER_STEP_> struct WideWeights {
   using Input = float;
   using Sum = Vec;
   static constexpr int PER_STEP = PER_STEP_, PARTS = PER_STEP, ROW_BYTES = PER_STEP * int(sizeof(Input));
-  static constexpr int ONE_PASS_ROWS = NEVER;
+  static constexpr int ONE_PASS_ROWS = LANES == 16 ? 6 : NEVER;
   static constexpr bool GROUPED = false;
 
   static constexpr int streamed_rows(int64_t) { return 2; }
@@ -83,6 +83,7 @@ struct Bf16Weights : WideWeights<2> {
 
 // The bits of an fp8 number (e4m3), read as an fp16 number, are 2^-8 times its value, also for subnormal numbers.
 struct Fp8Weights : WideWeights<4> {
+  static constexpr int ONE_PASS_ROWS = NEVER;  // a pass mostly unpacks
   static constexpr float UNIT = 256.0f;
 
   template <int part> static INLINE Vec weights(const char* from) {

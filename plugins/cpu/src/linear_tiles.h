@@ -16,7 +16,8 @@ constexpr int VECTORS = PANEL / LANES;  // registers of a step
 // One or two rows pass over a panel once, if there are registers for it. So do ONE_PASS_ROWS or more: they multiply long
 // enough to hide memory, and they read inputs less often. Others pass over it twice at least. The first pass reads the
 // panel into L1, and both passes have time to prefetch what comes next. (One pass of 4 rows of bf16 took 10.4 ms where
-// two took 8.0. With 6 to 24 rows one pass took 3 to 13 % less time than two on Zen 4.)
+// two took 8.0. With 6 to 24 rows one pass took 3 to 13 % less time than two on Zen 4, and
+// 20 to 45 % less with widened weights on Ice Lake, whose loads are as many as its multiplications otherwise.)
 template <class Format> constexpr int TILE_ROWS = LANES == 16 && !Format::GROUPED ? 12 : 6;
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
@@ -65,6 +66,12 @@ struct Piece {
   int64_t row_bytes;
 };
 
+// Whether the compiler must keep the order of the multiplications. Else it unpacks the weights of all parts first, and
+// sums have to leave the registers: 12 rows of bf16 weights took 35 ms where they take 24. With few registers, where no
+// tile has many rows, the order costs up to 20 %.
+template <class Format>
+constexpr bool KEEP_ORDER = !std::is_same_v<typename Format::Sum, Vec> || (Format::PARTS > 1 && REGISTERS == 32);
+
 // sums += rows of x * some vectors of a panel, over some steps. All loops over rows are unrolled: if one is not, GCC
 // keeps the sums in memory.
 template <class Format, int ROWS, int N>
@@ -83,7 +90,7 @@ INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int6
 #pragma GCC unroll 8
         for (int v = 0; v < N; ++v) {
           sums[r][v] = Format::multiply(sums[r][v], weights[v], input);
-          if constexpr (!std::is_same_v<typename Format::Sum, Vec>) pin(sums[r][v]);
+          if constexpr (KEEP_ORDER<Format>) pin(sums[r][v]);
         }
       }
     };
