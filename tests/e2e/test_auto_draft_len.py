@@ -165,7 +165,7 @@ def test_its_own_choices_do_too(
 
 
 def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Path) -> None:
-    """Times are measured again if the file is damaged, or if it is from another number of threads."""
+    """Times are measured again if the file is damaged, or is from another number of threads or other kernels."""
     folder = tmp_path / "engine"
     folder.mkdir()
     with LLM(models / "target", speculation("eagle3", models), backend="eager", **SIZES) as llm:
@@ -184,10 +184,12 @@ def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Pa
         for damaged in ("{", "[1]", json.dumps([{**kept[0], "cells": []}])):
             file.write_text(damaged)
             assert measured() != first
-        kept[0]["facts"]["threads"] += 1
-        file.write_text(json.dumps(kept))
-        assert measured() != first
-        assert json.loads(file.read_text())[1] == kept[0], "those of another machine stay"
+        for fact, other in (("threads", 99), ("libraries", ["libtrtspec_cpu-0123456789abcdef.so"])):
+            older = {**kept[0], "facts": {**kept[0]["facts"], fact: other}}
+            assert older["facts"] != kept[0]["facts"]
+            file.write_text(json.dumps([older]))
+            assert measured() != first
+            assert json.loads(file.read_text())[1] == older, "those of another machine stay"
     assert {(cell.made, cell.batch) for cell in first} >= {(made, batch) for made in (0, 1, 3, 5) for batch in (1, 8)}
 
 

@@ -20,6 +20,7 @@ from trtspec.engine.scheduler import Batch, Scheduled
 from trtspec.engine.step_costs import Cell, StepCosts
 from trtspec.errors import CheckpointError
 from trtspec.kv.blocks import SequenceKV
+from trtspec.ops import load_plugins
 from trtspec.protocols import Drafter, DraftRequest, Executable
 from trtspec.sampling_params import RequestSampling, SamplingParams
 
@@ -54,7 +55,8 @@ def step_costs(
         "machine": platform.node(),
         "cpu": _cpu(),
         "threads": torch.get_num_threads(),
-        "instruction_set": os.environ.get("TRTSPEC_CPU_ISA", ""),
+        "kernels": load_plugins(),
+        "libraries": sorted(Path(name).name for name in torch.ops.loaded_libraries),  # the name has a digest
         "makes": list(makes),
         "most": builder.max_draft_len,
         "max_batch_size": max_batch_size,
