@@ -16,16 +16,19 @@ from typing import Any, NamedTuple
 from trtspec.engine.step_costs import StepCosts
 
 DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
-SHARED_DECAY = 0.98  # of the counts of all requests, which are what is expected of a new one
-WEIGHT = 1.0  # number of drafts that what is expected of a share counts for
+SHARED_DECAY = 0.99  # of the counts of all requests, which are what is expected of a new one
+WEIGHT = 5.0  # number of drafts that what is expected of a share counts for ...
+SURPRISED_WEIGHT = 2.0  # ... and in a request whose drafts once did otherwise
 FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
 PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
-KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest
+KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest or have surprised
+SHARED_KEPT = 0.5  # of the counts of all requests, when one has surprised
 SURPRISE = 0.01  # likelihood of a run of outcomes below which what was counted before is out of date
-PROBE_STEPS = 2  # in a row, in which drafts are tried again
+PROBE_STEPS = 1  # in a row, in which drafts are tried again
 FIRST_REST = 16  # steps without drafts until they are tried again; doubled while that does not pay ...
 LONGEST_REST = 64  # ... up to this
+ATTEMPTS = 0.01  # share of the time that attempts may take: rests are longer where it takes more
 
 
 class Outcome(NamedTuple):
@@ -74,13 +77,15 @@ class _Known:
     offered: bool = False  # whether there were drafts for the next step
     skipped: int = 0  # times that drafts of its grammar were not verified, since some were
     accepts: bool = True  # whether the last first draft was accepted
+    weight: float = WEIGHT  # number of drafts that what is expected of it counts for
     times: int = 0  # number of equal outcomes in a row ...
     run: float = 1.0  # ... and how likely they were
 
     def see_run(self, accepted: bool) -> None:
         """Note whether a first draft was accepted.
 
-        A run of equal outcomes that was unlikely says that the text changed. Earlier counts then count little.
+        A run of equal outcomes that was unlikely says that the text changed. Earlier counts then count little, and
+        those of all requests count less.
         """
         chance = self.chances[0] if accepted else 1 - self.chances[0]
         going_on = accepted == self.accepts
@@ -88,11 +93,13 @@ class _Known:
         self.accepts = accepted
         if self.times > 1 and self.run < SURPRISE:
             self.counts.fade(KEPT)
+            self.shared.fade(SHARED_KEPT)
+            self.weight = SURPRISED_WEIGHT
             self.times, self.run = 0, 1.0
 
-    def begin_rest(self, batch: int) -> None:
-        """Begin a rest; the next one will be twice as long."""
-        self.rest, self.rest_batch = self.next_rest, batch
+    def begin_rest(self, batch: int, shortest: int) -> None:
+        """Begin a rest of at least `shortest` steps; the next one will be twice as long."""
+        self.rest, self.rest_batch = max(self.next_rest, shortest), batch
         self.next_rest = min(2 * self.next_rest, LONGEST_REST)
 
 
@@ -193,7 +200,7 @@ class DraftLength:
             elif known.rest:
                 known.rest_batch = min(known.rest_batch, batch)
             elif could_pay and not known.probe:
-                known.begin_rest(batch)
+                known.begin_rest(batch, self._shortest_rest(batch))
         probes = could_pay and not self.looks_up and any(known.probe > 1 for known, _ in pairs)
         return best or (self.costs.draft_lens[1] if probes else 0)
 
@@ -233,6 +240,12 @@ class DraftLength:
                 rates.append((batch + drafts) / self.costs.curve(self._graph(most), batch, self.most)[drafts])
             self._last_asked, self._last_answer = key, max(rates) > plain * (1 + MARGIN)
         return self._last_answer
+
+    def _shortest_rest(self, batch: int) -> int:
+        """Steps between two attempts, so that these take their share of the time if all requests verify a draft."""
+        made = 0 if self.looks_up else self.costs.draft_lens[1]
+        plain, attempt = self.costs.curve(0, batch, self.most)[0], self.costs.curve(made, batch, self.most)[batch]
+        return int(PROBE_STEPS * (attempt / plain - 1) / ATTEMPTS)
 
     def _graph(self, most: int) -> int:
         """The least number of drafts that a launch can make, of those that are at least `most`, else the largest."""
@@ -284,8 +297,8 @@ class DraftLength:
         chances, chance, own, general = [], 1.0, FIRST_GUESS, FIRST_GUESS
         for j in range(self.most):
             before = general
-            general = _share(known.shared, j, general)
-            own = _share(known.counts, j, min(own * general / before, 1.0) if j else general)
+            general = _share(known.shared, j, general, WEIGHT)
+            own = _share(known.counts, j, min(own * general / before, 1.0) if j else general, known.weight)
             chance *= own
             chances.append(chance)
         return chances
@@ -295,6 +308,6 @@ class DraftLength:
             self.trace.append((call, asked, answer))
 
 
-def _share(counts: Counts, position: int, expected: float) -> float:
-    """Share of the drafts that were accepted at a position. `expected` counts like WEIGHT drafts."""
-    return (counts.accepted[position] + WEIGHT * expected) / (counts.verified[position] + WEIGHT)
+def _share(counts: Counts, position: int, expected: float, weight: float) -> float:
+    """Share of the drafts that were accepted at a position. `expected` counts like `weight` drafts."""
+    return (counts.accepted[position] + weight * expected) / (counts.verified[position] + weight)
