@@ -24,12 +24,12 @@ from trtspec.cli.generate import stream_coloured
 from trtspec.errors import TrtSpecError
 
 
-def ngram(num_drafts: int) -> dict[str, Any]:
+def ngram(num_drafts: int | str) -> dict[str, Any]:
     """speculative_config of lookups in the request's own tokens."""
     return {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 
 
-def suffix(num_drafts: int) -> dict[str, Any]:
+def suffix(num_drafts: int | str) -> dict[str, Any]:
     """speculative_config of lookups by suffixes. They skip answers of earlier rounds, as those are the same."""
     return {"method": "suffix", "num_speculative_tokens": num_drafts, "suffix_decoding_max_cached_requests": 0}
 
@@ -73,7 +73,7 @@ class Show:
 
     modes: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]]
     prompts: tuple[str, ...]
-    num_drafts: int
+    num_drafts: int | str
     chat: bool
     max_tokens: int
     temperature: float
@@ -201,7 +201,7 @@ def _title(show: Show, temperature: float) -> str:
 def table(modes: list[Mode], title: str) -> Table:
     """One row per mode; the speed-up is relative to the first."""
     grid = Table(title=title)
-    headings = ("tok/s", "speed-up", "tokens\n/step", "acceptance\nlength", "accepted\nat 1..K", "equals\nplain")
+    headings = ("tok/s", "speed-up", "tokens\n/step", "acceptance\nlength", "accepted\nat 1, 2, 3", "equals\nplain")
     for heading in ("mode", *headings):  # 80 characters wide in all
         grid.add_column(heading, justify="left" if heading == "mode" else "right", no_wrap=True)
     plain = modes[0]
@@ -212,7 +212,7 @@ def table(modes: list[Mode], title: str) -> Table:
             f"{mode.tokens_per_second / plain.tokens_per_second:.2f}x",
             f"{mode.stats.tokens_per_step:.2f}",
             f"{mode.stats.acceptance_length:.2f}" if mode.stats.num_drafts else "-",
-            percentages(mode.stats.acceptance_per_position),
+            percentages(mode.stats.acceptance_per_position[:3]),
             "yes" if mode.tokens == plain.tokens else "NO",
         )
     return grid

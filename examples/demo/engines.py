@@ -22,7 +22,8 @@ from trtspec.interop.reading import read_speculative_config
 
 HERE = Path(__file__).parent
 TARGET = HERE / "target"
-K, ASSISTANT_K = 3, 3
+K = 3
+ASSISTANT_K = "auto"  # the engine chooses the number of drafts of each step
 CONFIG = EngineConfig(max_batch_size=8)
 FOLDER = HERE.parents[1] / "build" / "demo-engines"
 

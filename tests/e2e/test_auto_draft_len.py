@@ -193,6 +193,14 @@ def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Pa
     assert {(cell.made, cell.batch) for cell in first} >= {(made, batch) for made in (0, 1, 3, 5) for batch in (1, 8)}
 
 
+def test_kinds_of_steps_take_turns() -> None:
+    """So a slow moment of the machine is no property of one kind."""
+    calls: list[str] = []
+    times = step_times._fastest([lambda: calls.append("a"), lambda: calls.append("b")])
+    assert calls == ["a", "b"] * (step_times.ROUNDS + 1)
+    assert len(times) == 2
+
+
 def test_batches_are_measured_from_both_ends() -> None:
     assert step_times._batches(1) == [1]
     assert step_times._batches(2) == [1, 2]

@@ -27,8 +27,8 @@ from trtspec.sampling_params import RequestSampling, SamplingParams
 FILE = "step_times.json"
 """File of an engine folder that keeps the measured times."""
 CONTEXT = 256  # tokens of each request, if the model and the cache have room for twice as many
-ROUNDS = 5  # steps of a kind, after a first one that is not counted ...
-ENOUGH = 0.5  # seconds of steps of a kind, after which no more are run
+ROUNDS = 5  # rounds with a step of each kind, after a first round that is not counted ...
+ENOUGH = 0.5  # seconds for each kind, after which no more rounds begin
 SECONDS = 20.0  # after which no more batches are measured; the smallest and the largest always are
 KEPT = 8  # tables in a file
 
@@ -122,6 +122,7 @@ def _measure(
     for batch in batches:
         if len({cell.batch for cell in cells}) >= 2 and time.perf_counter() - start > SECONDS:
             break
+        steps: dict[tuple[int, int], Callable[[], None]] = {}
         for made, length in _kinds(makes, builder.max_draft_len):
             requests = [_request(b, context, length, num_blocks, block_size) for b in range(batch)]
             rows = tuple(Scheduled(request, length + 1, length, False) for request in requests)
@@ -131,18 +132,22 @@ def _measure(
                 if drafter is not None and made:
                     drafter.propose(_questions(rows, outputs, made, length))
 
-            cells.append(Cell(made, batch, length, _fastest(step)))
+            steps[made, length] = step
+        fastest = zip(steps, _fastest(list(steps.values())), strict=True)
+        cells += [Cell(made, batch, length, seconds) for (made, length), seconds in fastest]
     return StepCosts(cells)
 
 
-def _fastest(step: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few steps."""
-    seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) <= ROUNDS and sum(seconds[1:]) < ENOUGH):
-        began = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+def _fastest(steps: Sequence[Callable[[], None]]) -> list[float]:
+    """Seconds of each step: of the fastest of a few rounds. They take turns, so slow moments of the machine hit all."""
+    rounds: list[list[float]] = []
+    while len(rounds) < 2 or (len(rounds) <= ROUNDS and sum(map(sum, rounds[1:])) < ENOUGH * len(steps)):
+        rounds.append([])
+        for step in steps:
+            began = time.perf_counter()
+            step()
+            rounds[-1].append(time.perf_counter() - began)
+    return [min(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 
 def _questions(rows: Batch, outputs: StepOutputs, made: int, verified: int) -> list[DraftRequest]:
