@@ -242,9 +242,13 @@ class DraftLength:
         return self._last_answer
 
     def _shortest_rest(self, batch: int) -> int:
-        """Steps between two attempts, so that these take their share of the time if all requests verify a draft."""
+        """Steps between two attempts, so that these take their share of the time.
+
+        An attempt is a step in which all requests verify what a launch makes at least, or a draft that was looked up.
+        """
         made = 0 if self.looks_up else self.costs.draft_lens[1]
-        plain, attempt = self.costs.curve(0, batch, self.most)[0], self.costs.curve(made, batch, self.most)[batch]
+        plain = self.costs.curve(0, batch, self.most)[0]
+        attempt = self.costs.curve(made, batch, self.most)[batch * max(made, 1)]
         return int(PROBE_STEPS * (attempt / plain - 1) / ATTEMPTS)
 
     def _graph(self, most: int) -> int:
