@@ -16,8 +16,8 @@ constexpr int VECTORS = PANEL / LANES;  // registers of a step
 // One or two rows pass over a panel once, if there are registers for it. So do ONE_PASS_ROWS or more: they multiply long
 // enough to hide memory, and they read inputs less often. Others pass over it twice at least. The first pass reads the
 // panel into L1, and both passes have time to prefetch what comes next. (One pass of 4 rows of bf16 took 10.4 ms where
-// two took 8.0. With 6 to 24 rows one pass took 3 to 13 % less time than two on Zen 4. On a Xeon with AVX-512 and without
-// bf16 instructions, widened weights took 10 to 45 % less, with KEEP_ORDER.)
+// two took 8.0. With 6 to 24 rows one pass took 3 to 13 % less time than two on Zen 4. On a Xeon with AVX-512 and
+// without bf16 instructions, widened weights took 10 to 45 % less, with KEEP_ORDER.)
 template <class Format> constexpr int TILE_ROWS = LANES == 16 && !Format::GROUPED ? 12 : 6;
 constexpr int REGISTERS = LANES == 16 ? 32 : 16;
 
