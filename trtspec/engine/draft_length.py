@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from trtspec.engine.draft_chances import Counts, share_of
 from trtspec.engine.step_costs import StepCosts
 
 DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
@@ -37,27 +38,6 @@ class Outcome(NamedTuple):
     source: int
     verified: int
     accepted: int
-
-
-class Counts:
-    """Decayed numbers of drafts that were verified, and of those that were accepted, at each position, [K]."""
-
-    def __init__(self, length: int, decay: float) -> None:
-        self.verified = [0.0] * length
-        self.accepted = [0.0] * length
-        self.decay = decay
-
-    def observe(self, verified: int, accepted: int) -> None:
-        """Count the drafts of a step. A draft after one that was not accepted says nothing."""
-        self.fade(self.decay)
-        for j in range(min(verified, accepted + 1)):
-            self.verified[j] += 1
-            self.accepted[j] += j < accepted
-
-    def fade(self, part: float) -> None:
-        """Make everything that was counted so far count for `part` of what it did."""
-        self.verified = [count * part for count in self.verified]
-        self.accepted = [count * part for count in self.accepted]
 
 
 @dataclass
@@ -301,8 +281,8 @@ class DraftLength:
         chances, chance, own, general = [], 1.0, FIRST_GUESS, FIRST_GUESS
         for j in range(self.most):
             before = general
-            general = _share(known.shared, j, general, WEIGHT)
-            own = _share(known.counts, j, min(own * general / before, 1.0) if j else general, known.weight)
+            general = share_of(known.shared, j, general, WEIGHT)
+            own = share_of(known.counts, j, min(own * general / before, 1.0) if j else general, known.weight)
             chance *= own
             chances.append(chance)
         return chances
@@ -310,8 +290,3 @@ class DraftLength:
     def _record(self, call: str, asked: tuple[Any, ...], answer: object) -> None:
         if self.trace is not None:
             self.trace.append((call, asked, answer))
-
-
-def _share(counts: Counts, position: int, expected: float, weight: float) -> float:
-    """Share of the drafts that were accepted at a position. `expected` counts like `weight` drafts."""
-    return (counts.accepted[position] + weight * expected) / (counts.verified[position] + weight)
