@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.peers.environments import python_of, vllm_variables
 from benchmarks.peers.process import PeerError, Worker
@@ -101,7 +101,8 @@ class Contest:
     """A contest of engines.
 
     schedule: drafts by batch size, for engines that have such a setting. thresholds: settings of our EAGLE3, each with
-    every K. pythons: Python program of each peer that can run. failures: sentences.
+    every K. auto: whether our methods have one more setting, "auto" for the number of drafts. pythons: Python program
+    of each peer that can run. failures: sentences.
     """
 
     shop: Workshop
@@ -109,6 +110,7 @@ class Contest:
     report: Callable[[str], None]
     schedule: Schedule | None = None
     thresholds: Sequence[float] = ()
+    auto: bool = False
     pythons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -119,10 +121,11 @@ class Contest:
 
         head_formats: formats of our heads; peers have the first one.
         """
+        own_ks: list[int | Literal["auto"]] = [*ks, "auto"] if self.auto else [*ks]
         found = [self._own("plain", 0, format)]
-        found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), ks)]
+        found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), own_ks)]
         for head_format in head_formats:
-            found += [self._own("eagle3", K, format, head_format) for K in ks]
+            found += [self._own("eagle3", K, format, head_format) for K in own_ks]
             found += [
                 self._own("eagle3", K, format, head_format, threshold=least)
                 for K, least in product(ks, self.thresholds)
@@ -138,7 +141,7 @@ class Contest:
     def _own(
         self,
         method: str,
-        K: int,
+        K: int | Literal["auto"],
         format: str,
         head_format: str = "bf16",
         schedule: Schedule | None = None,

@@ -51,7 +51,8 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     shop = Workshop(args.work.resolve(), report)
     failures: list[str] = []
     if args.section == "peers":
-        contest = Contest(shop, args.threads, report, dict(args.schedule), args.thresholds, failures=failures)
+        own = (dict(args.schedule), args.thresholds, args.auto)
+        contest = Contest(shop, args.threads, report, *own, failures=failures)
         table, rows = peers(args, contest, keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
@@ -286,6 +287,7 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser.add_argument(
         "--thresholds", nargs="*", type=float, default=(0.3, 0.6), help="of peers: more settings of our EAGLE3"
     )
+    parser.add_argument("--auto", action="store_true", help='of peers: one more setting of our methods, "auto"')
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
     parser.add_argument("--json", type=Path)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.steps.engines import Workshop
 from benchmarks.steps.sections import Guesses
@@ -37,7 +37,7 @@ Schedule = dict[int, int]
 
 def speculation_of(
     method: str,
-    K: int,
+    K: int | Literal["auto"],
     head_format: str = "bf16",
     schedule: Schedule | None = None,
     threshold: float | None = None,
@@ -68,7 +68,7 @@ def speculation_of(
 def engine_of(
     shop: Workshop,
     method: str,
-    K: int,
+    K: int | Literal["auto"],
     format: str,
     head_format: str = "bf16",
     schedule: Schedule | None = None,

@@ -136,7 +136,14 @@ def costs(makes: Sequence[int], most: int) -> StepCosts:
 @pytest.mark.parametrize("limits", [{}, {"draft_len_schedule": {2: 5, 4: 2, 8: 1}}], ids=["", "schedule"])
 @pytest.mark.parametrize(
     ("mode", "sizes"),
-    [("draft inside", ROOMY), ("draft inside", SIZES), ("draft model", SIZES), ("ngram", SIZES), ("suffix", SIZES)],
+    [
+        ("draft inside", ROOMY),
+        ("draft inside", SIZES),
+        ("eagle3, two engines", SIZES),
+        ("draft model", SIZES),
+        ("ngram", SIZES),
+        ("suffix", SIZES),
+    ],
 )
 def test_its_own_choices_do_too(
     mode: str, sizes: dict[str, Any], limits: dict[str, Any], models: Path, plain: list[Outcome]
@@ -162,6 +169,10 @@ def test_its_own_choices_do_too(
         for call, asked, answer in chooser.trace:
             assert getattr(again, call)(*asked) == answer
         assert {call for call, _, _ in chooser.trace} == {"make", "verify", "observe", "forget"}
+        offers = [offer for call, asked, _ in chooser.trace if call == "verify" for offer in asked[0]]
+        scored = mode in ("draft inside", "eagle3, two engines")
+        assert all(len(offer.scores) == scored * offer.length for offer in offers)
+        assert all(0 < score <= 1 for offer in offers for score in offer.scores)
 
 
 def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Path) -> None:

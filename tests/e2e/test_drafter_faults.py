@@ -139,6 +139,9 @@ SPOILT: dict[str, tuple[Spoil, str]] = {
     "float lengths": (_change(draft_lens=lambda p, row: p.draft_lens.double()), "draft_lens .*torch.float64"),
     "nan lengths": (_change(draft_lens=lambda p, row: p.draft_lens * float("nan")), "torch.float32"),
     "too few draft KV lengths": (_change(draft_kv_lens=lambda p, row: p.draft_lens[1:]), r"draft_kv_lens \[0\]"),
+    "too few scores": (_change(draft_scores=lambda p, row: p.draft_lens.float()), r"draft_scores \[1\] torch.float32"),
+    "whole scores": (_change(draft_scores=lambda p, row: p.draft_tokens), "draft_scores .*int64; want a floating-p"),
+    "a list of scores": (_change(draft_scores=lambda p, row: [0.5]), "draft_scores a list; want a floating-p"),
     "float draft KV lengths": (_change(draft_kv_lens=lambda p, row: p.draft_lens.float()), "draft_kv_lens .*float32"),
     "draft KV of tokens that do not exist": (
         _change(draft_kv_lens=lambda p, row: p.draft_lens + 10_000),

@@ -35,21 +35,15 @@ SOME_IDS = tuple(range(1, VOCAB, 3))
 
 
 class WatchedDSpark(Watching, DSparkWorker):
-    """A worker that keeps the logits from which its drafts were drawn, and their confidences."""
+    """A worker that keeps the logits from which its drafts were drawn."""
 
     def reset(self) -> None:
         super().reset()
         self.drawn: list[Tensor] = []  # [B, Vd] of each draft
-        self.judged = torch.empty(0)  # [B, K']
 
-    def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    def draw_from(self, logits: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None) -> Tensor:
         self.drawn.append(logits)
-        return super().draw_from(logits, sampling)
-
-    def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
-        if self.head.spec.confidence:
-            self.judged = self.confidences(drafts, hidden, spec)
-        return super().draft_lens(drafts, hidden, spec)
+        return super().draw_from(logits, sampling, probs)
 
 
 # -- the paper -----------------------------------------------------------------------------------------------------
@@ -131,10 +125,11 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, name: str) -> None:
         lambda decoder: head_of("dspark", draft, decoder, num_captured=len(capture)),
         capture,
         prompts,
-        partial(WatchedDSpark, mask_token_id=MASK),
+        partial(WatchedDSpark, mask_token_id=MASK, gives_scores=True),
     )
     worker = session.worker
     assert isinstance(worker, WatchedDSpark)
+    own_ids = worker.draft_ids.tolist()
     for accepted, asked in ((None, K), (2, K), (0, 2), (1, K), (4, 1)):  # None: the prompts
         drafts = [[] if accepted is None else told(theirs, known, accepted, K) for known in session.known]
         outputs = session.launch(drafts, asked)
@@ -145,8 +140,10 @@ def test_drafts_are_those_of_the_paper(tmp_path: Path, name: str) -> None:
             logits, ids, confidences = paper.from_left_to_right(states(theirs, known[:-1], capture)[0], known[-1])
             assert outputs.proposal.draft_tokens[b].tolist() == ids[:asked]
             assert_close(torch.stack(worker.drawn)[:, b], logits[:asked])
-            if len(confidences):
-                assert_close(worker.judged[b], confidences[:asked])
+            assert outputs.proposal.draft_scores is not None
+            likely = [float(row.softmax(0)[own_ids[draft]]) for row, draft in zip(logits, ids, strict=True)]
+            scores = confidences if len(confidences) else torch.tensor(likely)
+            assert_close(outputs.proposal.draft_scores[b], scores[:asked])
 
 
 def test_a_block_lies_under_the_tables_of_its_own_layers(tmp_path: Path) -> None:
@@ -193,7 +190,7 @@ def test_drafts_are_those_of_speculators(tmp_path: Path, name: str) -> None:
         first_layer=0,
     )
     drafts = cases.BLOCK if head.spec.from_anchor else cases.BLOCK - 1
-    worker = WatchedDSpark(head, drafts, layers, mask_token_id=cases.MASK)
+    worker = WatchedDSpark(head, drafts, layers, mask_token_id=cases.MASK, gives_scores=True)
     worker.reset()
     B, lengths = len(cases.LENGTHS), list(cases.LENGTHS)
     attn = AttnMetadata.of(lengths, lengths, [list(range(1 + 6 * b, 7 + 6 * b)) for b in range(B)])
@@ -206,17 +203,18 @@ def test_drafts_are_those_of_speculators(tmp_path: Path, name: str) -> None:
     with torch.no_grad():
         read = torch.cat([captured[:n] for n in lengths])
         hidden, rows = worker.read_in(inputs, read, accepted, counts, attend)
-        ids = worker.draft(hidden, counts, rows.kv_lens, rows, inputs.spec, attend).draft_tokens
+        made = worker.draft(hidden, counts, rows.kv_lens, rows, inputs.spec, attend)
     with np.load(cases.RECORDED) as recorded:
         for b, length in enumerate(lengths):
             want = {
                 what: torch.from_numpy(recorded[f"{name}/{length}/{what}"])
                 for what in ("ids", "logits", *(("confidences",) if head.spec.confidence else ()))
             }
-            assert ids[b].tolist() == want["ids"].tolist()
+            assert made.draft_tokens[b].tolist() == want["ids"].tolist()
             assert_close(torch.stack(worker.drawn)[:, b], want["logits"], atol=1e-4)
             if head.spec.confidence:
-                assert_close(worker.judged[b], want["confidences"], atol=1e-4)
+                assert made.draft_scores is not None
+                assert_close(made.draft_scores[b], want["confidences"], atol=1e-4)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -239,16 +237,16 @@ def test_a_described_draft_is_the_loaded_one(tmp_path: Path, target: Path) -> No
     assert shapes["markov.joint.weight"] == (24, 80)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.5])
+@pytest.mark.parametrize("judges", [{}, {"confidence_threshold": 0.5}, {"gives_scores": True}])
 @pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("from_anchor", [True, False])
-def test_what_a_step_reads(tmp_path: Path, target: Path, from_anchor: bool, kind: str, threshold: float | None) -> None:
+def test_what_a_step_reads(tmp_path: Path, target: Path, from_anchor: bool, kind: str, judges: dict[str, Any]) -> None:
     """A step counts the fused weights of q, k and v twice, for the text and for the block, and a bias per draft."""
     folder = make_dspark(tmp_path, target, (1, 2), MASK, markov=kind, from_anchor=from_anchor)
     decoder = load_decoder(ModelConfig.from_folder(target), torch.float32)
     head = head_of("dspark", folder, decoder, num_captured=2)
-    worker = DSparkWorker(head, K, (1, 2), mask_token_id=MASK, confidence_threshold=threshold)
-    times = {"markov_head": K, "confidence_head": int(threshold is not None), "embed_tokens": 0}
+    worker = DSparkWorker(head, K, (1, 2), mask_token_id=MASK, **judges)
+    times = {"markov_head": K, "confidence_head": int(bool(judges)), "embed_tokens": 0}
     twice = ("q_proj", "k_proj", "v_proj", "q_norm", "k_norm")
     expected = 0
     for name, tensor in load_file(folder / "model.safetensors").items():

@@ -10,11 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import pytest
 
 from trtspec.engine import draft_length
-from trtspec.engine.draft_length import DraftLength, Outcome
+from trtspec.engine.draft_length import DraftLength, Offer, Outcome
 from trtspec.engine.step_costs import Cell, StepCosts
 
 K = 5
@@ -80,7 +82,7 @@ def simulate(chooser: DraftLength | int, phases: Sequence[Phase], times: StepCos
                 drafts = [made] * batch
             else:
                 chooser.observe(outcomes)
-                drafts = chooser.verify([(i, made) for i in ids], batch)
+                drafts = chooser.verify([Offer(i, made) for i in ids], batch)
     return list(phases)
 
 
@@ -91,6 +93,58 @@ def phases() -> list[Phase]:
     fixed = [(1, 0.9), (1, 0.05), (1, 0.6), (1, 0.3), (8, 0.9), (8, 0.05), (8, 0.5), (32, 0.9), (32, 0.05), (1, 0.9)]
     made = [Phase(batch, lambda request, chance=chance: chance) for batch, chance in fixed]  # type: ignore[misc]
     return [*made, Phase(8, alternating)]
+
+
+def simulate_scored(chooser: DraftLength | int, batch: int, *, knows: bool, steps: int = 1500) -> float:
+    """Tokens per ms of drafts whose chances differ from step to step. knows: the scores of drafts are their chances."""
+    rng, tokens, time, ids = random.Random(5), 0, 0.0, range(batch)
+    drafts = [0] * batch
+    chances: list[list[float]] = [[] for _ in ids]
+    for _ in range(steps):
+        made = chooser if isinstance(chooser, int) else chooser.make([(i, K) for i in ids], batch)
+        graph = min(length for length in LENGTHS if length >= max(made, *drafts))
+        time += REAL.curve(graph, batch, K)[sum(drafts)]
+        accepted = [sum(accumulate((rng.random() < chance for chance in chances[i][: drafts[i]]), mul)) for i in ids]
+        tokens += batch + sum(accepted)
+        chances = [[rng.choice((0.1, 0.3, 0.9)) for _ in range(made)] for _ in ids]
+        if isinstance(chooser, int):
+            drafts = [made] * batch
+        else:
+            chooser.observe([Outcome(i, drafts[i], accepted[i]) for i in ids])
+            drafts = chooser.verify([Offer(i, made, chances[i] if knows else ()) for i in ids], batch)
+    return tokens / time
+
+
+@pytest.mark.parametrize(("batch", "gain"), [(1, 1.0), (8, 1.05)])
+def test_scores_tell_which_drafts_to_verify(batch: int, gain: float) -> None:
+    """Alone, a request may verify nearly all of its drafts."""
+    blind, seeing = (simulate_scored(DraftLength(REAL, K), batch, knows=knows) for knows in (False, True))
+    best = max(simulate_scored(length, batch, knows=False) for length in LENGTHS)
+    assert seeing > gain * max(blind, best), (seeing / blind, seeing / best)
+
+
+def test_drafts_that_are_not_verified_count_as_their_scores_say() -> None:
+    """Else the likely drafts alone, which are verified, would be taken for the whole."""
+    chooser = DraftLength(REAL, K)
+    simulate_scored(chooser, 8, knows=True)
+    mean = (0.1 + 0.3 + 0.9) / 3
+    for i in range(8):
+        assert chooser._of(i).chances[0] == pytest.approx(mean, abs=0.2)
+
+
+def test_drafts_that_are_offered_twice_count_once() -> None:
+    """The fast path asks, and where it is left the ordinary step asks again."""
+    choosers = DraftLength(REAL, K), DraftLength(REAL, K)
+    for times, chooser in enumerate(choosers, 1):
+        for i in range(100):
+            chooser.make([(0, K)], 1)
+            offer = Offer(0, K, [0.2 + i % 7 / 10] * K)
+            answers = [chooser.verify([offer], 1) for _ in range(times)]
+            assert all(answer == answers[0] for answer in answers)
+            chooser.observe([Outcome(0, *answers[0], 0)])
+    once, twice = (chooser._of(0) for chooser in choosers)
+    assert once.chances == twice.chances
+    assert once.hits_expected == twice.hits_expected
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -189,7 +243,7 @@ def test_limits_are_kept() -> None:
     assert chooser.make([(1, 1), (2, 0)], 2) <= 1
     assert chooser.make([(1, 0), (2, 0)], 2) == 0
     assert chooser.make([], 2) == 0  # nobody speculates
-    assert all(0 <= length <= 2 for length in chooser.verify([(1, 2), (2, 0)], 2))
+    assert all(0 <= length <= 2 for length in chooser.verify([Offer(1, 2), Offer(2, 0)], 2))
 
 
 def test_only_drafts_that_requests_take_count() -> None:
@@ -213,7 +267,7 @@ def test_an_attempt_lasts_a_step() -> None:
             made = chooser.make([(0, K)], 1)
             steps.append((made, drafts))
             chooser.observe([Outcome(0, drafts, 0)])
-            (drafts,) = chooser.verify([(0, made if offered else 0)], 1)
+            (drafts,) = chooser.verify([Offer(0, made if offered else 0)], 1)
         tried = [step for step in steps if any(step)]
         assert tried == ([(1, 0), (0, 1)] if offered else [(1, 0)])
 
@@ -230,7 +284,7 @@ def test_looked_up_drafts_rest_and_come_back(found: float) -> None:
         for step in range(800):
             assert chooser.make([(0, K)], 1) == 0
             drafts = K if rng.random() < found else 0
-            (length,) = chooser.verify([(0, drafts)], 1)
+            (length,) = chooser.verify([Offer(0, drafts)], 1)
             chooser.observe([Outcome(0, length, length * chance)])
             if step >= 400:
                 verified, offers = verified + (length > 0), offers + (drafts > 0)
@@ -244,7 +298,7 @@ def test_looked_up_drafts_that_can_never_pay_are_not_verified() -> None:
     chooser = DraftLength(table, K)
     for _ in range(50):
         chooser.make([(0, K)], 1)
-        assert chooser.verify([(0, K)], 1) == [0]
+        assert chooser.verify([Offer(0, K)], 1) == [0]
 
 
 def test_a_rest_ends_where_drafts_pay_in_a_smaller_batch() -> None:
@@ -269,17 +323,20 @@ def test_drafts_of_grammars_are_counted_apart_and_tried_again() -> None:
     """Drafts that a request's grammar forces say nothing of its drafter. If they fail, they are tried now and then."""
     times = costs(lambda rows: 1 + 0.4 * rows, lambda made: 0.1 * made)
     chooser = DraftLength(times, 5)
-    before = chooser.verify([(1, 3)], 1)
+    before = chooser.verify([Offer(1, 3)], 1)
     for _ in range(20):
         chooser.observe([Outcome(~1, 3, 0)])
-    assert chooser.verify([(1, 3)], 1) == before != [0]
-    tried = [chooser.verify([(~1, 3)], 1) for _ in range(40)]
+    assert chooser.verify([Offer(1, 3)], 1) == before != [0]
+    tried = []
+    for _ in range(40):
+        chooser.make([(1, 3)], 1)
+        tried.append(chooser.verify([Offer(~1, 3)], 1))
     assert tried.count([3]) == 2
     assert tried.count([0]) == 38
-    assert chooser.verify([(~2, 3)], 1) == [0], "those of other requests are expected to do as badly"
+    assert chooser.verify([Offer(~2, 3)], 1) == [0], "those of other requests are expected to do as badly"
     for _ in range(20):
         chooser.observe([Outcome(~1, 3, 3)])
-    assert chooser.verify([(~1, 3)], 1) == [3]
+    assert chooser.verify([Offer(~1, 3)], 1) == [3]
     chooser.forget(1)
     assert not chooser._requests.keys() & {1, ~1}
 
@@ -303,9 +360,11 @@ def test_what_is_expected_of_a_request() -> None:
         chooser.observe([Outcome(1, K, 1)])
     assert chooser._of(1).chances[:2] == pytest.approx([1.0, 0.0], abs=0.1)
     assert chooser._of(2).chances[:2] == pytest.approx([1.0, 0.0], abs=0.1)
-    chooser.observe([Outcome(2, K, 0)] * 3)
+    for _ in range(3):
+        chooser.observe([Outcome(2, K, 0)])
     assert chooser._of(2).chances[0] < 0.7
-    chooser.observe([Outcome(2, K, 0)] * 5)
+    for _ in range(5):
+        chooser.observe([Outcome(2, K, 0)])
     assert chooser._of(2).chances[0] < 0.4
     chooser.forget(2)
     assert chooser._of(2).chances[0] > 0.8

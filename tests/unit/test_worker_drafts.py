@@ -5,6 +5,7 @@ The worker and its batches are those of table_worker.
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -142,6 +143,30 @@ def test_drafts_are_cut_where_their_probability_falls_below_the_threshold(seed: 
                 break
             before, wanted = draft, wanted + 1
         assert int(outputs.proposal.draft_lens[b]) == wanted
+
+
+@pytest.mark.parametrize("draft_len", [0, 4])
+def test_scores_are_the_probabilities_of_drafts(draft_len: int) -> None:
+    """Each is that of its draft after the one before it, in softmax of the table, whatever the temperature."""
+    rng = random.Random(3)
+    batch = random_batch(rng)
+    for row in batch:
+        row.request.sampling = rng.choice((GREEDY, sampled(rng.randrange(100))))
+    inputs = built_inputs(batch, draft_len)
+    worker = Tables()
+    worker.gives_scores = True
+    outputs = run(worker, inputs, half_right(rng, inputs))
+    assert outputs.verdict is not None
+    assert outputs.proposal is not None
+    assert outputs.proposal.draft_lens.tolist() == [draft_len] * len(batch), "all of them may be verified"
+    scores, likely, ids = outputs.proposal.draft_scores, worker.table.double().softmax(1), worker.draft_ids.tolist()
+    assert scores is not None
+    assert scores.shape == (len(batch), draft_len)
+    for b, count in enumerate(outputs.verdict.num_tokens.tolist()):
+        if count:  # else a chunk of a prompt, which drafts nothing that is read
+            tokens = [int(outputs.verdict.tokens[b, count - 1]), *outputs.proposal.draft_tokens[b].tolist()]
+            wanted = [float(likely[before, ids[draft]]) for before, draft in itertools.pairwise(tokens)]
+            assert scores[b].tolist() == pytest.approx(wanted)
 
 
 def test_a_draft_of_no_probability_is_cut() -> None:

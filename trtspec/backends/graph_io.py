@@ -35,7 +35,7 @@ shape. "constraints": graphs that draw for requests with constraints. "layers": 
 with linear caches (tensorrt/native.py).
 """
 
-Giver = Literal["draws", "verifies", "trees", "makes", "shapes", "goes on", "hidden states", "constraints"]
+Giver = Literal["draws", "verifies", "trees", "makes", "shapes", "scores", "goes on", "hidden states", "constraints"]
 """The graphs that have an output.
 
 They draw, verify drafts, make drafts, shape trees, verify and make drafts ("goes on"), return hidden states or take
@@ -162,6 +162,7 @@ OUTPUTS = {
         GraphOutput("next_draft_tokens", "proposal.draft_tokens", ("B", "K"), _i64, "makes", extra_columns=0),
         GraphOutput("next_draft_parents", "proposal.draft_parents", ("B", "K"), _i64, "shapes", extra_columns=0),
         GraphOutput("next_draft_lens", "proposal.draft_lens", ("B",), _i32, "makes"),
+        GraphOutput("next_draft_scores", "proposal.draft_scores", ("B", "K"), _f32, "scores", extra_columns=0),
         GraphOutput("next_new_tokens", "next_new_tokens", ("B", "K + 1"), _i64, "goes on", extra_columns=1),
         GraphOutput("next_kv_lens", "next_kv_lens", ("B",), _i32, "goes on"),
         GraphOutput("hidden_states", "hidden_states", ("T",), None, "hidden states"),
@@ -201,6 +202,7 @@ def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:
         "trees": step.tree is not None,
         "makes": step.makes_drafts,
         "shapes": step.shapes_trees,
+        "scores": step.gives_scores,
         "goes on": step.verifies_drafts and step.makes_drafts,
         "hidden states": step.gives_hidden_states,
         "constraints": constraints,

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+LARGEST_UNIT = 1e100
+
 
 class Counts:
-    """Decayed numbers of drafts that were verified, and of those that were accepted, at each position, [K]."""
+    """Decayed numbers of drafts that were verified, and of those that were accepted, at each position, [K].
+
+    Numbers are in units of the latest count: instead of all earlier counts, which lose weight, the unit grows.
+    """
 
     def __init__(self, length: int, decay: float) -> None:
-        self.verified = [0.0] * length
-        self.accepted = [0.0] * length
-        self.decay = decay
+        self._verified = [0.0] * length
+        self._accepted = [0.0] * length
+        self._unit = 1.0
+        self._decay = decay
 
-    def observe(self, verified: int, accepted: int) -> None:
-        """Count the drafts of a step. A draft after one that was not accepted says nothing."""
-        self.fade(self.decay)
+    def observe(self, verified: int, accepted: int, expected: Sequence[float] = ()) -> None:
+        """Count the drafts of a step. A draft after one that was not accepted says nothing.
+
+        expected: chance of each draft that there was. Those that were not verified count as much as they would have.
+        """
+        self.fade(self._decay)
+        unit = self._unit
         for j in range(min(verified, accepted + 1)):
-            self.verified[j] += 1
-            self.accepted[j] += j < accepted
+            self._verified[j] += unit
+            if j < accepted:
+                self._accepted[j] += unit
+        if accepted == verified:
+            for j in range(verified, len(expected)):
+                self._verified[j] += unit
+                unit *= expected[j]
+                self._accepted[j] += unit
 
     def fade(self, part: float) -> None:
         """Make everything that was counted so far count for `part` of what it did."""
-        self.verified = [count * part for count in self.verified]
-        self.accepted = [count * part for count in self.accepted]
+        self._unit /= part
+        if self._unit > LARGEST_UNIT:
+            self._verified = [count / self._unit for count in self._verified]
+            self._accepted = [count / self._unit for count in self._accepted]
+            self._unit = 1.0
 
+    def shares(self, expected: Sequence[float], weight: float) -> list[float]:
+        """Share of the drafts that were accepted at each position, [K]. What is expected counts like `weight` drafts.
 
-def share_of(counts: Counts, position: int, expected: float, weight: float) -> float:
-    """Share of the drafts that were accepted at a position. `expected` counts like `weight` drafts."""
-    return (counts.accepted[position] + weight * expected) / (counts.verified[position] + weight)
+        Where a request does better or worse at a position than expected, so it is expected to do at the next one.
+        """
+        found, more, prior, better = [], self._accepted, weight * self._unit, 1.0
+        for own, verified, general in zip(more, self._verified, expected, strict=True):
+            share = min(general * better, 1.0)
+            share = (own + prior * share) / (verified + prior)
+            better = share / general
+            found.append(share)
+        return found

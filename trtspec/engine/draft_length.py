@@ -3,6 +3,7 @@
 Two decisions are made before each launch. `make`: how many drafts the launch makes for each request. `verify`: how many
 of its drafts each request verifies. Both maximise the expected tokens per second of the batch. The time of a step comes
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
+Where draft layers score their drafts, `verify` goes by the scores, and `make` by how far chances lie apart.
 
 Decisions follow from calls alone, never from a clock. So a recorded trace gives the same decisions again.
 """
@@ -11,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, repeat
+from operator import mul
 from typing import Any, NamedTuple
 
-from trtspec.engine.draft_chances import Counts, share_of
+from trtspec.engine.draft_chances import Counts
+from trtspec.engine.draft_scores import HIGHEST, DraftScores
 from trtspec.engine.step_costs import StepCosts
 
 DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
@@ -21,7 +25,7 @@ SHARED_DECAY = 0.99  # of the counts of all requests, which are what is expected
 WEIGHT = 5.0  # number of drafts that what is expected of a share counts for ...
 SURPRISED_WEIGHT = 2.0  # ... and in a request whose drafts once did otherwise
 FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
-PLAIN = 0.03  # of the rate, that drafts must gain
+PLAIN = 0.02  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
 KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest or have surprised
 SHARED_KEPT = 0.5  # of the counts of all requests, when one has surprised
@@ -30,6 +34,8 @@ PROBE_STEPS = 1  # in a row, in which drafts are tried again
 FIRST_REST = 16  # steps without drafts until they are tried again; doubled while that does not pay ...
 LONGEST_REST = 64  # ... up to this
 ATTEMPTS = 0.01  # share of the time that attempts may take: rests are longer where it takes more
+RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
+RATIO_WEIGHT = 4.0  # number of accepted drafts, as many as expected, that a request begins with
 
 
 class Outcome(NamedTuple):
@@ -38,6 +44,18 @@ class Outcome(NamedTuple):
     source: int
     verified: int
     accepted: int
+
+
+class Offer(NamedTuple):
+    """Drafts of a request that the next launch may verify.
+
+    source: as in Outcome. length: number of drafts. scores: [length], the probability that the draft layers give each
+    draft after those before it; () = not known.
+    """
+
+    source: int
+    length: int
+    scores: Sequence[float] = ()
 
 
 @dataclass
@@ -60,6 +78,10 @@ class _Known:
     weight: float = WEIGHT  # number of drafts that what is expected of it counts for
     times: int = 0  # number of equal outcomes in a row ...
     run: float = 1.0  # ... and how likely they were
+    scores: Sequence[float] = ()  # of the drafts that the next launch may verify ...
+    expected: Sequence[float] = ()  # ... and the chance of each if those before it are accepted; () = no scores
+    hits: float = RATIO_WEIGHT  # drafts with scores that were accepted ...
+    hits_expected: float = RATIO_WEIGHT  # ... and how many were expected to be
 
     def see_run(self, accepted: bool) -> None:
         """Note whether a first draft was accepted.
@@ -67,7 +89,8 @@ class _Known:
         A run of equal outcomes that was unlikely says that the text changed. Earlier counts then count little, and
         those of all requests count less.
         """
-        chance = self.chances[0] if accepted else 1 - self.chances[0]
+        first = self.expected[0] if self.expected else self.chances[0]
+        chance = first if accepted else 1 - first
         going_on = accepted == self.accepts
         self.times, self.run = (self.times + 1, self.run * chance) if going_on else (1, chance)
         self.accepts = accepted
@@ -98,8 +121,10 @@ class DraftLength:
         self.trace: list[tuple[str, tuple[Any, ...], object]] | None = None  # calls and results; None: not recorded
         self._last_asked: tuple[tuple[int, ...], int] = (), 0  # arguments and result of _could_pay
         self._last_answer = False
+        self._last_offers: tuple[list[Offer], int, list[int]] | None = None  # arguments and result of the last verify
         # what is expected of drafts that a drafter makes, and of those that grammars make
         self._shared = {is_grammar: Counts(most, SHARED_DECAY) for is_grammar in (False, True)}
+        self._scores = DraftScores()
         self._requests: dict[int, _Known] = {}
 
     @property
@@ -109,13 +134,13 @@ class DraftLength:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Count what a step accepted."""
-        for source, verified, accepted in outcomes:
-            if verified:
-                known = self._of(source)
-                known.see_run(accepted > 0)
-                known.counts.observe(verified, accepted)
-                known.shared.observe(verified, accepted)
-                known.chances = self._chances(known)
+        self._last_offers = None
+        counted = [(self._of(source), verified, accepted) for source, verified, accepted in outcomes if verified]
+        for known, verified, accepted in counted:
+            known.see_run(accepted > 0)
+            if known.expected:
+                self._see_scores(known, verified, accepted)
+        self._count(counted)
         self._record("observe", (list(outcomes),), None)
 
     def make(self, limits: Sequence[tuple[int, int]], batch: int) -> int:
@@ -125,25 +150,38 @@ class DraftLength:
         requests of the launch.
         """
         pairs = [(self._of(request_id), limit) for request_id, limit in limits]
+        self._last_offers = None
         self.made = self._make(pairs, batch)
         self._record("make", (list(limits), batch), self.made)
         return self.made
 
-    def verify(self, drafts: Sequence[tuple[int, int]], batch: int) -> list[int]:
+    def verify(self, drafts: Sequence[Offer], batch: int) -> list[int]:
         """Number of drafts that each request verifies in the next launch, which has `batch` requests.
 
-        drafts: sources (see Outcome) of the drafts of those that speculate, and the number of drafts of each.
+        drafts: those of each request that speculates. If they are asked for again, they count once.
         """
-        known = [(self._of(source), min(count, self.most)) for source, count in drafts]
+        offers = list(drafts)
+        if self._last_offers is None or self._last_offers[:2] != (offers, batch):
+            self._last_offers = offers, batch, self._verify_offers(offers, batch)
+        lengths = self._last_offers[2]
+        self._record("verify", (offers, batch), lengths)
+        return lengths
+
+    def _verify_offers(self, drafts: Sequence[Offer], batch: int) -> list[int]:
+        known = [(self._of(source), min(count, self.most)) for source, count, _ in drafts]
+        for (one, count), offer in zip(known, drafts, strict=True):
+            self._expect(one, offer.scores[:count])
         lengths = self._verify(known, batch)
-        for i, ((source, _), (one, count)) in enumerate(zip(drafts, known, strict=True)):
-            if source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then anyway
+        for i, (offer, (one, count)) in enumerate(zip(drafts, known, strict=True)):
+            if offer.source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then
                 one.skipped += 1
                 if one.skipped == FIRST_REST:
                     lengths[i] = count
-            if source < 0 and lengths[i]:
+            if offer.source < 0 and lengths[i]:
                 one.skipped = 0
-        self._record("verify", (list(drafts), batch), lengths)
+        self._count(
+            [(one, 0, 0) for (one, _), length in zip(known, lengths, strict=True) if one.expected and not length]
+        )
         return lengths
 
     def forget(self, request_id: int) -> None:
@@ -168,14 +206,19 @@ class DraftLength:
             lengths.append(self._graph(most))
         # a rest is as good as over if the batch has become smaller
         chances = [[] if known.rest and batch >= known.rest_batch else known.chances[:limit] for known, limit in pairs]
+        spread = self._scores.spread
+        levels = _levels(chances, spread) if spread else []
         found = {
-            made: self._best(made, batch, chances if self.looks_up else [one[:made] for one in chances])
+            made: self._best_of_levels(made, batch, levels[:made])
+            if spread
+            else self._best(made, batch, chances if self.looks_up else [one[:made] for one in chances])
             for made in lengths
         }
         best = max(lengths, key=lambda made: found[made][0] * self._bonus(made))
         least = found[best][1]
         for known, limit in pairs:
-            if limit and (best > 0 or self.looks_up) and known.chances[0] >= least:
+            likeliest = min(known.chances[0] * spread[0][-1], HIGHEST) if spread else known.chances[0]
+            if limit and (best > 0 or self.looks_up) and likeliest >= least:
                 known.rest, known.next_rest = 0, FIRST_REST
             elif known.rest:
                 known.rest_batch = min(known.rest_batch, batch)
@@ -207,7 +250,7 @@ class DraftLength:
                 if 4 * known.rest <= known.next_rest:
                     known.rest, known.probe = 0, PROBE_STEPS + 1  # in the last one, no more drafts are begun
                     known.counts.fade(KEPT)
-                    known.chances = self._chances(known)
+                    known.chances = self._chances(known, self._general(known.shared))
 
     def _could_pay(self, limits: tuple[int, ...], batch: int) -> bool:
         """Whether drafts would save time if all were accepted. limits: the most drafts of each request."""
@@ -236,7 +279,10 @@ class DraftLength:
         return next((made for made in self.costs.draft_lens if made >= most), self.costs.draft_lens[-1])
 
     def _verify(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> list[int]:
-        chances = [[] if known.rest else known.chances[:count] for known, count in pairs]
+        chances = [
+            [] if known.rest else [*accumulate(known.expected, mul)] if known.expected else known.chances[:count]
+            for known, count in pairs
+        ]
         made = self._graph(max((self.made, *(count for _, count in pairs))))
         best, least = self._best(made, batch, chances)
         tokens, rows = batch + sum(map(sum, chances)), sum(map(len, chances))
@@ -255,7 +301,7 @@ class DraftLength:
         chances: of the drafts that there are of each request. The likeliest are verified: within a request, no draft is
         likelier than one before it.
         """
-        nodes = sorted((chance for one in chances for chance in one), reverse=True)
+        nodes = sorted(chain.from_iterable(chances), reverse=True)
         curve = self.costs.curve(made, batch, self.most)
         tokens = float(batch)
         best, least = tokens / curve[0], 2.0
@@ -265,28 +311,80 @@ class DraftLength:
                 best, least = tokens / seconds, chance
         return best, least
 
+    def _best_of_levels(self, made: int, batch: int, levels: Sequence[_Level]) -> tuple[float, float]:
+        """The same for drafts that scores will tell apart. levels: those of each position."""
+        curve = self.costs.curve(made, batch, self.most)
+        tokens, rows = float(batch), 0.0
+        best, least = tokens / curve[0], 2.0
+        for chance, count in sorted(chain.from_iterable(levels), reverse=True):
+            tokens += chance * count
+            rows += count
+            at = min(int(rows), len(curve) - 2)
+            seconds = curve[at] + (curve[at + 1] - curve[at]) * (rows - at)
+            if tokens > best * seconds:
+                best, least = tokens / seconds, chance
+        return best, least
+
+    def _expect(self, known: _Known, scores: Sequence[float]) -> None:
+        """Note the scores of the drafts of a request, and what to expect of these drafts."""
+        ratio = known.hits / known.hits_expected
+        known.scores = scores
+        known.expected = [min(self._scores.chance(score) * ratio, HIGHEST) for score in scores]
+        if known.expected:
+            self._scores.see_offer([*accumulate(known.expected, mul)])
+
+    def _see_scores(self, known: _Known, verified: int, accepted: int) -> None:
+        """Learn from what was verified of drafts that had scores."""
+        known.hits = (known.hits - RATIO_WEIGHT) * RATIO_DECAY + RATIO_WEIGHT
+        known.hits_expected = (known.hits_expected - RATIO_WEIGHT) * RATIO_DECAY + RATIO_WEIGHT
+        for j, score in enumerate(known.scores[: min(verified, accepted + 1)]):
+            known.hits += j < accepted
+            known.hits_expected += self._scores.chance(score)
+            self._scores.observe(score, j < accepted)
+
+    def _count(self, seen: Sequence[tuple[_Known, int, int]]) -> None:
+        """Count drafts that requests had: of each, how many were verified, and how many were accepted."""
+        for known, verified, accepted in seen:
+            known.counts.observe(verified, accepted, known.expected)
+            known.shared.observe(verified, accepted, known.expected)
+            known.expected, known.scores = (), ()
+        general = {is_grammar: self._general(counts) for is_grammar, counts in self._shared.items()} if seen else {}
+        for known, *_ in seen:
+            known.chances = self._chances(known, general[known.shared is self._shared[True]])
+
     def _of(self, source: int) -> _Known:
         known = self._requests.get(source)
         if known is None:
             known = self._requests[source] = _Known(Counts(self.most, DECAY), self._shared[source < 0], [])
-            known.chances = self._chances(known)
+            known.chances = self._chances(known, self._general(known.shared))
         return known
 
-    def _chances(self, known: _Known) -> list[float]:
+    def _general(self, counts: Counts) -> list[float]:
+        """Share of drafts that is expected to be accepted at each position if nothing else is known, [K]."""
+        return counts.shares((FIRST_GUESS,) * self.most, WEIGHT)
+
+    def _chances(self, known: _Known, general: Sequence[float]) -> list[float]:
         """Chance that each draft is accepted with all before it, [K].
 
         What is expected at a position follows the request's own share at the position before. So where text has become
         predictable, drafts are soon expected to be accepted at positions that were not verified lately.
         """
-        chances, chance, own, general = [], 1.0, FIRST_GUESS, FIRST_GUESS
-        for j in range(self.most):
-            before = general
-            general = share_of(known.shared, j, general, WEIGHT)
-            own = share_of(known.counts, j, min(own * general / before, 1.0) if j else general, known.weight)
-            chance *= own
-            chances.append(chance)
-        return chances
+        return [*accumulate(known.counts.shares(general, known.weight), mul)]
 
     def _record(self, call: str, asked: tuple[Any, ...], answer: object) -> None:
         if self.trace is not None:
             self.trace.append((call, asked, answer))
+
+
+_Level = list[tuple[float, float]]
+"""Of drafts at one position: chances, and how many drafts have each."""
+
+
+def _levels(chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]]) -> list[_Level]:
+    """The drafts of all requests, by position, as far apart as scores will tell them. chances: of each request."""
+    found: list[_Level] = []
+    for j, ratios in zip(range(max(map(len, chances))), chain(spread, repeat(spread[-1])), strict=False):
+        own = [one[j] for one in chances if len(one) > j]
+        mean = sum(own) / len(own)
+        found.append([(min(mean * ratio, HIGHEST), len(own) / len(ratios)) for ratio in ratios])
+    return found

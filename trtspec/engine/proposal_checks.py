@@ -14,8 +14,8 @@ from trtspec.protocols import DraftRequest
 
 def checked_proposal(
     proposal: Proposal, questions: Sequence[DraftRequest], vocab_size: int
-) -> list[tuple[list[int], Sequence[int], int]]:
-    """Drafts, the parents of each, and valid draft KV rows of each request.
+) -> list[tuple[list[int], Sequence[int], Sequence[float], int]]:
+    """Drafts, the parents and the score of each, and valid draft KV rows of each request.
 
     EngineError says what is wrong with the proposal.
     """
@@ -32,8 +32,11 @@ def checked_proposal(
         if questions[0].max_depth is None:
             raise EngineError("the drafter gave draft_parents; leave them unset, as this engine verifies chains")
         shapes = _integers("draft_parents", proposal.draft_parents, B, dims=2).tolist()
+    scores = _scores(proposal.draft_scores, tokens)
     answers = []
-    for row, shape, length, kv_len, question in zip(tokens, shapes, lengths, kv_lens, questions, strict=True):
+    for row, shape, length, judged, kv_len, question in zip(
+        tokens, shapes, lengths, scores, kv_lens, questions, strict=True
+    ):
         most = min(question.max_draft_len, len(row))
         if not 0 <= length <= most:
             raise EngineError(f"the drafter gave draft_len {length}; allowed are 0..{most}")
@@ -48,8 +51,19 @@ def checked_proposal(
             raise EngineError(
                 f"the drafter gave draft_parents {list(parents)} of {length} drafts; a parent comes first"
             )
-        answers.append((drafts, parents, kv_len))
+        answers.append((drafts, parents, judged[:length], kv_len))
     return answers
+
+
+def _scores(value: object, tokens: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
+    """Scores of the drafts of each request; EngineError if core.Proposal does not allow `value`."""
+    if value is None:
+        return [()] * len(tokens)
+    wanted = [len(tokens), len(tokens[0])]
+    if isinstance(value, Tensor) and value.is_floating_point() and list(value.shape) == wanted:
+        return value.tolist()
+    got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise EngineError(f"the drafter gave draft_scores {got}; want a floating-point tensor {wanted}, or None")
 
 
 def _integers(name: str, value: object, rows: int, dims: int = 1) -> Tensor:

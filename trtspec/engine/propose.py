@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
 from trtspec.config.tree import node_depths
-from trtspec.engine.draft_length import DraftLength
+from trtspec.engine.draft_length import DraftLength, Offer
 from trtspec.engine.guided_drafts import draft_source, follow_grammar
 from trtspec.engine.proposal_checks import checked_proposal
 from trtspec.engine.request import Request
@@ -59,17 +59,21 @@ class Proposer:
             chosen = self.chooser.make(self._limits(drafting, scheduler), len(batch))
         return chosen if drafting and self.drafts_inside else 0
 
-    def repeats(self, requests: Sequence[Request], draft_len: int, scheduler: Scheduler) -> bool:
+    def repeats(
+        self, requests: Sequence[Request], draft_len: int, scheduler: Scheduler, scores: Sequence[Sequence[float]] = ()
+    ) -> bool:
         """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.
 
-        If it makes another number, `wanted` returns that for the launch.
+        If it makes another number, `wanted` returns that for the launch. scores: of the drafts of each request; () =
+        there are none.
         """
         if self.chooser is None:
             return True
         B, limits = len(requests), self._limits(requests, scheduler)
         chosen = self.chooser.make(limits, B)
         if chosen == draft_len:
-            drafts = [(request_id, draft_len) for request_id, _ in limits if draft_len]
+            by_id = {one.request_id: own for one, own in zip(requests, scores, strict=False)}
+            drafts = [Offer(one, draft_len, by_id.get(one, ())[:draft_len]) for one, _ in limits if draft_len]
             if all(length == draft_len for length in self.chooser.verify(drafts, B)):
                 return True
         self._chosen = chosen
@@ -121,7 +125,7 @@ class Proposer:
                 self._follow_grammar(request, length, depth)
         if self.chooser is not None:
             drafting = [request for request in requests if request.drafts]
-            drafts = [(draft_source(request), len(request.drafts)) for request in drafting]
+            drafts = [_offer(request) for request in drafting]
             for request, length in zip(drafting, self.chooser.verify(drafts, len(scheduler.running)), strict=True):
                 request.drafts = request.drafts[:length]
 
@@ -214,8 +218,8 @@ class Proposer:
             if all(request.speculates for request, *_ in asked):
                 self._blame_nobody(error, len(asked))
             return
-        for (request, _, depth), (drafts, parents, kv_len) in zip(asked, answers, strict=True):
-            request.drafts, request.draft_parents = drafts, parents
+        for (request, _, depth), (drafts, parents, scores, kv_len) in zip(asked, answers, strict=True):
+            request.drafts, request.draft_parents, request.draft_scores = drafts, parents, scores
             if self.shapes_trees:
                 _keep_within(request, depth)
             request.kv.draft_kv_len = kv_len
@@ -322,6 +326,13 @@ def _question(request: Request, length: int, depth: int | None, states: Tensor |
         prompt_len=request.prompt_len,
         max_depth=depth,
     )
+
+
+def _offer(request: Request) -> Offer:
+    """The drafts of a request, for DraftLength. Drafts that its grammar made or changed have no scores."""
+    source, count = draft_source(request), len(request.drafts)
+    own = source >= 0 and request.num_own_drafts == count
+    return Offer(source, count, request.draft_scores[:count] if own else ())
 
 
 def _keep_within(request: Request, depth: int) -> None:

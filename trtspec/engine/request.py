@@ -39,6 +39,7 @@ class Request:
     pending: int = 0  # rows in steps that are in flight
     # where each tree has a shape of its own: the draft before each draft, -1 = the last token
     draft_parents: Sequence[int] = ()
+    draft_scores: Sequence[float] = ()  # of the drafts as they were made (Proposal.draft_scores); () = not known
     num_own_drafts: int = 0  # of a guided request: the first drafts are a drafter's, the others its guide's
     is_cut: bool = False  # the drafter's next draft was forbidden
     pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import add, gt
@@ -49,6 +50,7 @@ class SteadyBatch:
         self.stops = frozenset().union(*[request.eos_ids | request.stop_token_ids for request in self.requests])
         # [B, K+1] inputs of the next step: the last token and the drafts, -1 = no draft
         self.next_inputs: list[list[int]] = _next_inputs(outputs).tolist()
+        self.scores = _scores(outputs)  # [B][K] of these drafts; () = not known
         self.seq_lens = [len(request.tokens) for request in self.requests]
         # In a step that begins with more tokens a request may finish, or have fewer drafts because it finishes in the
         # next one, or exceed the draft model's context.
@@ -99,7 +101,7 @@ class SteadyBatch:
                     capacity = len(blocks) * scheduler.allocator.block_size
                     # less than wanted: the request's length limit is covered
                     self._reserved_lens[b] = capacity - self._ahead if capacity >= wanted else sys.maxsize
-        return proposer.repeats(self.requests, self.draft_len, scheduler)
+        return proposer.repeats(self.requests, self.draft_len, scheduler, self.scores)
 
     def rows(self) -> tuple[list[int], list[int]]:
         """Input tokens [B * (K+1)] of the next step, and the length [B] of each sequence including them."""
@@ -120,7 +122,7 @@ class SteadyBatch:
             self.update_requests()
         self._recorded.append(emitted)
         self.seq_lens = list(map(add, self.seq_lens, map(len, emitted)))
-        self.next_inputs = _next_inputs(outputs).tolist()
+        self.next_inputs, self.scores = _next_inputs(outputs).tolist(), _scores(outputs)
         return emitted
 
     def drafts(self, b: int) -> list[int]:
@@ -139,6 +141,7 @@ class SteadyBatch:
             request.tokens += chain.from_iterable(steps)
             rewind.commit(request.kv, 1, len(request.tokens) - old_len, 0, self._drafts_inside)  # as if in one step
             request.drafts = self.drafts(b)
+            request.draft_scores = self.scores[b] if self.scores else ()
             for count, times in Counter(map(len, steps)).items():
                 request.stats.observe(count, self.draft_len, times)
         self._recorded.clear()
@@ -218,6 +221,12 @@ class SteadyLoop(IsolatedLoop):
             steady.update_requests()
             running = [request for request in steady.requests if request.finish_reason is None]
             self.proposer.propose(running, self.scheduler)
+
+
+def _scores(outputs: StepOutputs) -> Sequence[Sequence[float]]:
+    """Scores of the drafts that a launch made, [B][K]; () = it gives none."""
+    proposal = outputs.proposal
+    return () if proposal is None or proposal.draft_scores is None else proposal.draft_scores.tolist()
 
 
 def _next_inputs(outputs: StepOutputs) -> Tensor:

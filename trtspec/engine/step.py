@@ -101,6 +101,9 @@ class StepLoop:
         if outputs.proposal is not None and outputs.proposal.draft_parents is not None:
             for row, parents in zip(batch, outputs.proposal.draft_parents.tolist(), strict=True):
                 row.request.draft_parents = parents
+        if outputs.proposal is not None and outputs.proposal.draft_scores is not None:
+            for row, scores in zip(batch, outputs.proposal.draft_scores.tolist(), strict=True):
+                row.request.draft_scores = scores
         return emissions if outputs.verdict.path is None else _along_paths(emissions, batch, outputs.verdict.path)
 
     def propose(self, emissions: Sequence[Emission]) -> None:

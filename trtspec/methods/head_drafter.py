@@ -60,6 +60,7 @@ class HeadDrafter:
         K = max(wanted)
         drafts, parents = torch.zeros(2, len(requests), K, dtype=torch.int64)
         lens = torch.zeros(len(requests), dtype=torch.int32)  # number of drafts worth verifying
+        scores = None
         for pieces in pack_rows(starts, ends, self.max_num_tokens):
             length = self._length(K) if any(end == ends[b] for b, _, end in pieces) else 0
             made = self.head.run(self._inputs(requests, pieces, length)).proposal
@@ -69,9 +70,12 @@ class HeadDrafter:
                 drafts[owners], lens[owners] = made.draft_tokens[:, :K], made.draft_lens
                 if made.draft_parents is not None:
                     parents[owners] = made.draft_parents[:, :K]
+                if made.draft_scores is not None:
+                    scores = torch.zeros(drafts.shape) if scores is None else scores
+                    scores[owners] = made.draft_scores[:, :K]
         lens = lens.minimum(torch.tensor(wanted, dtype=torch.int32))
         shapes = None if requests[0].max_depth is None else parents
-        return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32), shapes)
+        return Proposal(drafts, lens, None, torch.tensor(ends, dtype=torch.int32), shapes, scores)
 
     def _length(self, K: int) -> int:
         """Return the length of the shortest available chain that makes K drafts."""

@@ -95,6 +95,11 @@ class Step(nn.Module, ABC):
         return False
 
     @property
+    def gives_scores(self) -> bool:
+        """Whether the drafts that the step makes have scores (Proposal.draft_scores)."""
+        return False
+
+    @property
     def hidden_width(self) -> int:
         """Elements of StepInputs.hidden_states per row; 0 = the step takes none."""
         return 0
@@ -255,6 +260,11 @@ class OneEngineStep(DecodeStep):
         return self.takes_trees
 
     @property
+    def gives_scores(self) -> bool:
+        """Whether the worker scores its drafts."""
+        return self.worker.gives_scores
+
+    @property
     def verifies_drafts(self) -> bool:
         """True: the worker accepts drafts before it makes the next ones."""
         return True
@@ -343,6 +353,11 @@ class HeadStep(Step):
         hidden = self.worker.first_pass(inputs.input_ids, states, positions, attend, rows)  # [B, H]
         made = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)
         return StepOutputs(one, proposal=made)
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the worker scores its drafts."""
+        return self.worker.gives_scores
 
     @property
     def like(self) -> Tensor:

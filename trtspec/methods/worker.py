@@ -41,8 +41,8 @@ class SpecWorker(nn.Module):
 
     A subclass drafts in another way. capture_layers: hidden states of the target that the worker reads, "after layer
     i", -1 = after the last norm. greedy: drafts are arg-max, whatever the requests ask for. confidence_threshold: see
-    `likely_lens`; None = all drafts are verified. tree: the shape of the drafts, None = a chain. d2t: [Vd] int64,
-    target id = draft id + d2t.
+    `likely_lens`; None = all drafts are verified. tree: the shape of the drafts, None = a chain. gives_scores: whether
+    proposals have draft_scores. d2t: [Vd] int64, target id = draft id + d2t.
     """
 
     d2t: Tensor
@@ -56,6 +56,7 @@ class SpecWorker(nn.Module):
         *,
         confidence_threshold: float | None = None,
         tree: Tree | None = None,
+        gives_scores: bool = False,
     ) -> None:
         super().__init__()
         self.head = head
@@ -65,6 +66,7 @@ class SpecWorker(nn.Module):
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy
         self.confidence_threshold = confidence_threshold
+        self.gives_scores = gives_scores
         self.tree = None if tree is None else TreeTables.of(tree, ids.device)
         if self.tree is not None and self.tree.most_children > len(ids):
             raise ConfigError(
@@ -83,7 +85,8 @@ class SpecWorker(nn.Module):
     def settings(cls, speculation: SpeculationPlan) -> dict[str, Any]:
         """Return the keyword arguments of the constructor."""
         tree = {} if speculation.tree is None else {"tree": speculation.tree}
-        return {"confidence_threshold": speculation.draft_confidence_threshold, **tree}
+        threshold = speculation.draft_confidence_threshold
+        return {"confidence_threshold": threshold, "gives_scores": speculation.chooses_draft_len, **tree}
 
     # -- the passes of the head ---------------------------------------------------------------------------------------
 
@@ -199,13 +202,19 @@ class SpecWorker(nn.Module):
             lens = self.draft_lens(drafts, hidden, spec)
             return Proposal(drafts, lens if there is None else lens.minimum(there.int()), draft_parents=parents)
         drafts = self.draft_from(hidden, kept, sampling, spec.next_draft_len, attend, probs)
-        return Proposal(drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), probs))
+        return self.proposal(drafts, self.draft_lens(drafts, hidden, spec), probs)
+
+    def proposal(self, drafts: Tensor, lens: Tensor, probs: Sequence[Tensor] | None) -> Proposal:
+        """Return the drafts [B, K'] of a chain, of which `lens` [B] int32 are worth verifying. probs: [B] by pass."""
+        scores = torch.stack(list(probs), dim=1) if self.gives_scores and probs else None
+        return Proposal(drafts, self.likely_lens(lens, probs), draft_scores=scores)
 
     def no_drafts(self, spec: SpecMetadata) -> Proposal:
         """Return the result of `draft` for K' = 0: [B, 0] int64, [B] int32."""
         none = spec.draft_tokens.new_empty(spec.batch_size, 0)
         parents = none if self.tree is not None and self.tree.is_dynamic else None
-        return Proposal(none, torch.zeros_like(spec.draft_lens), draft_parents=parents)
+        scores = none.float() if self.gives_scores else None
+        return Proposal(none, torch.zeros_like(spec.draft_lens), draft_parents=parents, draft_scores=scores)
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
         """Return the number of drafts of each request that are worth verifying, 0..K', [B] int32.
@@ -217,7 +226,7 @@ class SpecWorker(nn.Module):
 
     def new_probs(self) -> list[Tensor] | None:
         """Return a list for the probabilities of drafts; None = nobody asks for them."""
-        return None if self.confidence_threshold is None else []
+        return [] if self.gives_scores or self.confidence_threshold is not None else None
 
     def likely_lens(self, lens: Tensor, probs: Sequence[Tensor] | None) -> Tensor:
         """Return `lens` [B] int32, cut before the first draft that is accepted with less than the threshold.
@@ -353,19 +362,19 @@ class SpecWorker(nn.Module):
         The noise is the one that the target will use at the same positions. The drafts' probabilities [B] fp32 (see
         likely_lens) are appended to `probs`.
         """
-        logits = self.draft_logits(step, hidden)
-        drafts = self.draw_from(logits, sampling)
+        return self.draw_from(self.draft_logits(step, hidden), sampling, probs)
+
+    def draw_from(self, logits: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None) -> Tensor:
+        """Sample drafts [B] int64 from draft logits [B, Vd] fp32, as `sample_drafts` does."""
+        if self.greedy:
+            drafts = self.draft_sampler_greedy(logits, self.d2t)
+        else:
+            ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
+            drafts = draw_drafts(logits, sampling, ids, self.draft_ids)
         if probs is not None:
             chosen = logits.gather(1, self.draft_ids[drafts].clamp(min=0)[:, None])
             probs.append(1 / (logits - chosen).exp().sum(1))  # softmax, written with operators that TensorRT has
         return drafts
-
-    def draw_from(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Sample drafts [B] int64 from draft logits [B, Vd] fp32, as `sample_drafts` does."""
-        if self.greedy:
-            return self.draft_sampler_greedy(logits, self.d2t)
-        ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
-        return draw_drafts(logits, sampling, ids, self.draft_ids)
 
     def draft_sampler_greedy(self, logits: Tensor, d2t: Tensor) -> Tensor:
         """Return the arg-max of logits [B, Vd] as target ids, [B] int64."""

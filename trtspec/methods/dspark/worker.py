@@ -24,7 +24,7 @@ class DSparkWorker(DFlashWorker):
     """A worker that runs one pass over the block, and then draws the drafts from left to right.
 
     The output of the pass, `hidden` [B * width, H + R], is h of each row and e of the first token of the row's block.
-    The confidence head judges the drafts, where there is a threshold.
+    The confidence head judges the drafts, where there is a threshold, or where drafts have scores.
     """
 
     head: DSparkHead
@@ -38,6 +38,7 @@ class DSparkWorker(DFlashWorker):
         *,
         mask_token_id: int,
         confidence_threshold: float | None = None,
+        gives_scores: bool = False,
     ) -> None:
         super().__init__(
             head,
@@ -46,6 +47,7 @@ class DSparkWorker(DFlashWorker):
             greedy,
             mask_token_id=mask_token_id,
             confidence_threshold=confidence_threshold,
+            gives_scores=gives_scores,
         )
         self.lead = 0 if head.spec.from_anchor else 1  # number of rows before that of the first draft
 
@@ -81,12 +83,16 @@ class DSparkWorker(DFlashWorker):
         h = h[:, self.lead : self.lead + K]
         base = self.draft_logits(0, h.flatten(0, 1)).view(spec.batch_size, K, -1)  # [B, K', Vd]
         sampling, drafts = self.draft_sampling(counts, spec), []
+        probs: list[Tensor] | None = [] if self.gives_scores and not head.spec.confidence else None
         for k in range(K):
             logits, state = head.biased(base[:, k], h[:, k], e, state)
-            drafts.append(self.draw_from(logits, sampling))
+            drafts.append(self.draw_from(logits, sampling, probs))
             sampling, e = sampling.advance(), head.before(drafts[k], h)
         chosen = torch.stack(drafts, dim=1)
-        return Proposal(chosen, self.draft_lens(chosen, hidden, spec))
+        scores = None if probs is None else torch.stack(probs, dim=1)
+        if self.gives_scores and head.spec.confidence:
+            scores = self.confidences(chosen, hidden, spec)
+        return Proposal(chosen, self.draft_lens(chosen, hidden, spec), draft_scores=scores)
 
     def draft_lens(self, drafts: Tensor, hidden: Tensor, spec: SpecMetadata) -> Tensor:
         """Number of drafts before the first whose confidence is below the threshold, [B] int32."""
@@ -113,7 +119,8 @@ class DSparkWorker(DFlashWorker):
         markov = self.head.markov
         each = weight_bytes(*(part for name, part in markov.items() if name != "embedding"))
         first = weight_bytes(markov["joint"]) if self.lead and "joint" in markov else 0  # for the row without a draft
-        judged = 0 if self.confidence_threshold is None else weight_bytes(self.head.confidence)
+        judges = self.confidence_threshold is not None or (self.gives_scores and self.head.spec.confidence)
+        judged = weight_bytes(self.head.confidence) if judges else 0
         return super().weight_bytes_per_step + self.max_draft_len * each + first + judged
 
     def _rows(self, hidden: Tensor, spec: SpecMetadata) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,16 @@ class MaskWorker(SpecWorker, ABC):
         *,
         mask_token_id: int,
         confidence_threshold: float | None = None,
+        gives_scores: bool = False,
     ) -> None:
-        super().__init__(head, max_draft_len, capture_layers, greedy, confidence_threshold=confidence_threshold)
+        super().__init__(
+            head,
+            max_draft_len,
+            capture_layers,
+            greedy,
+            confidence_threshold=confidence_threshold,
+            gives_scores=gives_scores,
+        )
         self.mask_token_id = mask_token_id
 
     @classmethod
@@ -81,7 +89,7 @@ class MaskWorker(SpecWorker, ABC):
         probs = self.new_probs()
         drafts = self.draw_all(hidden, counts, spec, probs)
         by_pass = None if probs is None else probs[0].view_as(drafts).unbind(1)
-        return Proposal(drafts, self.likely_lens(self.draft_lens(drafts, hidden, spec), by_pass))
+        return self.proposal(drafts, self.draft_lens(drafts, hidden, spec), by_pass)
 
     def draw_all(self, hidden: Tensor, counts: Tensor, spec: SpecMetadata, probs: list[Tensor] | None) -> Tensor:
         """Return drafts [B, K'] int64, and append their probabilities [B * K'] to `probs`.
