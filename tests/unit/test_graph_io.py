@@ -156,7 +156,7 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
     step._tree = None
     if kind in (OneEngineStep, HeadStep):
         step.worker = torch.nn.Module()
-        step.worker.tree = None
+        step.worker.tree, step.worker.gives_scores = None, False
     states = ("hidden_states",) if kind is HeadStep else ()
     verified = VERIFIED if kind is OneEngineStep else ()
     sampling, constraints = tensors_of(SamplingTensors), tensors_of(LogitConstraints)
@@ -171,6 +171,10 @@ def test_what_the_graph_of_each_step_takes_and_gives(kind: type[Step]) -> None:
         step.worker.tree = None
     assert output_names(step) == GIVEN[kind]
     assert output_names(step, constraints=True) == (*GIVEN[kind], "logits")
+    if kind in (OneEngineStep, HeadStep):
+        step.worker.gives_scores = True
+        lens = GIVEN[kind].index("next_draft_lens") + 1
+        assert output_names(step) == (*GIVEN[kind][:lens], "next_draft_scores", *GIVEN[kind][lens:])
 
 
 @pytest.mark.parametrize("kind", [DecodeStep, CaptureStep])

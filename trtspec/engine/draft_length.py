@@ -377,7 +377,7 @@ class DraftLength:
 
 
 _Level = list[tuple[float, float]]
-"""Of drafts at one position: chances, and how many drafts have each."""
+"""Chances of the drafts at one position, and how many drafts have each."""
 
 
 def _levels(chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]]) -> list[_Level]:

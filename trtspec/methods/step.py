@@ -237,13 +237,33 @@ class CaptureStep(DecodeStep):
         }
 
 
-class OneEngineStep(DecodeStep):
+class DraftingStep(Step):
+    """A step with a worker that makes drafts for the next step."""
+
+    makes_drafts: ClassVar[bool] = True
+    worker: SpecWorker
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the worker scores its drafts."""
+        return self.worker.gives_scores
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of ids in the worker's draft vocabulary."""
+        return len(self.worker.d2t)
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of draft logits that the worker computes at once for each request."""
+        return self.worker.draft_rows
+
+
+class OneEngineStep(DraftingStep, DecodeStep):
     """A step that is one graph as a whole: target, lm_head, sampling, acceptance, rewind, draft layers.
 
     Its KV layers are the target's, then the worker's. A batch may mix contexts, chunks of contexts and generations.
     """
-
-    makes_drafts: ClassVar[bool] = True
 
     def __init__(self, decoder: Decoder, worker: SpecWorker, functional: bool = False) -> None:
         super().__init__(decoder, functional)
@@ -258,11 +278,6 @@ class OneEngineStep(DecodeStep):
     def shapes_trees(self) -> bool:
         """Whether the worker chooses the shapes of trees."""
         return self.takes_trees
-
-    @property
-    def gives_scores(self) -> bool:
-        """Whether the worker scores its drafts."""
-        return self.worker.gives_scores
 
     @property
     def verifies_drafts(self) -> bool:
@@ -306,18 +321,8 @@ class OneEngineStep(DecodeStep):
         captured = len(self.worker.capture_layers) * self.decoder.spec.hidden_size
         return {**super().row_widths, **({"captured hidden states": captured} if captured else {})}
 
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of ids in the worker's draft vocabulary."""
-        return len(self.worker.d2t)
 
-    @property
-    def draft_rows(self) -> int:
-        """Rows of draft logits that the worker computes at once for each request."""
-        return self.worker.draft_rows
-
-
-class HeadStep(Step):
+class HeadStep(DraftingStep):
     """A worker's draft layers next to the target: one launch makes all drafts of a step.
 
     Its rows are context rows. sampling.positions are the positions of the last known token of each request; the launch
@@ -328,7 +333,6 @@ class HeadStep(Step):
     that read the target's KV, which is not available here.
     """
 
-    makes_drafts: ClassVar[bool] = True
     draws: ClassVar[bool] = False
 
     def __init__(self, worker: SpecWorker, hidden_width: int, like: Tensor, functional: bool = False) -> None:
@@ -353,11 +357,6 @@ class HeadStep(Step):
         hidden = self.worker.first_pass(inputs.input_ids, states, positions, attend, rows)  # [B, H]
         made = self.worker.draft(hidden, one, attn.kv_lens, attn, spec, attend)
         return StepOutputs(one, proposal=made)
-
-    @property
-    def gives_scores(self) -> bool:
-        """Whether the worker scores its drafts."""
-        return self.worker.gives_scores
 
     @property
     def like(self) -> Tensor:
@@ -389,16 +388,6 @@ class HeadStep(Step):
     def hidden_width(self) -> int:
         """Elements of StepInputs.hidden_states per row; 0 = the layers read no states of the target."""
         return self._hidden_width
-
-    @property
-    def draft_rows(self) -> int:
-        """Rows of draft logits that the worker computes at once for each request."""
-        return self.worker.draft_rows
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Number of ids in the worker's draft vocabulary."""
-        return len(self.worker.d2t)
 
     @property
     def shapes_trees(self) -> bool:
