@@ -38,8 +38,8 @@ with linear caches (tensorrt/native.py).
 Giver = Literal["draws", "verifies", "trees", "makes", "shapes", "scores", "goes on", "hidden states", "constraints"]
 """The graphs that have an output.
 
-They draw, verify drafts, make drafts, shape trees, verify and make drafts ("goes on"), return hidden states or take
-constraints.
+They draw, verify drafts, make drafts, shape trees, score drafts, verify and make drafts ("goes on"), return hidden
+states or take constraints.
 """
 
 User = Literal["", "sampled", "filtered", "bans", "constraints"]
