@@ -350,8 +350,9 @@ class Proposal:
     draft_kv_lens: Tensor | None = None  # [B] int32, valid draft KV rows if all drafts are accepted; None = no draft KV
     # [B, K] int64, the draft that each draft follows, -1 = the last token; parents first. None: chains, or a known tree
     draft_parents: Tensor | None = None
-    # [B, K] fp32, the probability that the drafter gives each draft after those before it. They help to choose how many
-    # drafts are verified (engine/draft_length.py) and change no token; None = not known
+    # [B, K] fp32, the probability that the drafter gives each draft after those before it, without temperature; of a
+    # confidence head its guess. They help to choose how many drafts are verified (engine/draft_length.py), and change
+    # no token. None = not known
     draft_scores: Tensor | None = None
 
 

@@ -24,12 +24,16 @@ from trtspec.build import step_times
 from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.engine import EngineConfig
-from trtspec.engine.draft_length import DraftLength
+from trtspec.core import StepInputs, StepOutputs
+from trtspec.engine import propose
+from trtspec.engine.draft_length import DraftLength, Offer
+from trtspec.engine.request import Request
 from trtspec.engine.steady import SteadyLoop
 from trtspec.engine.step_costs import Cell, StepCosts
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 
+DEMO = Path(__file__).parents[2] / "examples" / "demo"
 AUTO: dict[str, Any] = {"num_speculative_tokens": "auto"}
 MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": "head"},
@@ -173,6 +177,44 @@ def test_its_own_choices_do_too(
         scored = mode in ("draft inside", "eagle3, two engines")
         assert all(len(offer.scores) == scored * offer.length for offer in offers)
         assert all(0 < score <= 1 for offer in offers for score in offer.scores)
+
+
+def test_scores_stay_with_their_drafts(monkeypatch: pytest.MonkeyPatch, repeats: Counter[bool]) -> None:
+    """Where the fast path is left, too: each offer has the scores that the launch gave its drafts.
+
+    Requests with text take another way through the fast path than those without.
+    """
+    speculation = {"method": "eagle3", "model": str(DEMO / "eagle3"), **AUTO}
+    given: dict[tuple[int, tuple[int, ...]], list[float]] = {}
+    offered: list[tuple[Offer, list[float]]] = []
+    with LLM(DEMO / "target", speculation, backend="eager", max_batch_size=2) as llm:
+        loop = llm.engine.loop
+        run, offer_of = loop.target.run, propose._offer
+
+        def launch(inputs: StepInputs) -> StepOutputs:
+            outputs = run(inputs)
+            assert outputs.proposal is not None
+            assert outputs.proposal.draft_scores is not None
+            made, scores = outputs.proposal.draft_tokens.tolist(), outputs.proposal.draft_scores.tolist()
+            for request_id, drafts, judged in zip(inputs.spec.request_ids, made, scores, strict=True):
+                given.update({(request_id, tuple(drafts[:n])): judged[:n] for n in range(1, len(drafts) + 1)})
+            return outputs
+
+        def offer(request: Request) -> Offer:
+            made = offer_of(request)
+            offered.append((made, given[request.request_id, tuple(request.drafts)]))
+            return made
+
+        monkeypatch.setattr(loop.target, "run", launch)
+        monkeypatch.setattr(propose, "_offer", offer)
+        loop.proposer.chooser = Whims(DraftLength(costs((0, 1, 3, 5), 5), 5))
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=60, detokenize=text, ignore_eos=True) for text in (True, False)
+        ]
+        llm.generate(["def quicksort(", "class Tree:"], params, use_tqdm=False)
+    assert min(repeats[True], repeats[False]) > 3, repeats
+    assert len({one.source for one, _ in offered}) == 2
+    assert all(list(one.scores) == scores for one, scores in offered)
 
 
 def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Path) -> None:

@@ -128,8 +128,8 @@ def test_drafts_that_are_not_verified_count_as_their_scores_say() -> None:
     chooser = DraftLength(REAL, K)
     simulate_scored(chooser, 8, knows=True)
     mean = (0.1 + 0.3 + 0.9) / 3
-    for i in range(8):
-        assert chooser._of(i).chances[0] == pytest.approx(mean, abs=0.2)
+    general = chooser._general(chooser._shared[False])
+    assert general[0] == pytest.approx(mean, abs=0.12)  # 100 drafts count: a standard deviation of 0.035
 
 
 def test_drafts_that_are_offered_twice_count_once() -> None:

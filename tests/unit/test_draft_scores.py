@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 
-from trtspec.engine.draft_scores import BINS, HIGHEST, PARTS, UPDATE, DraftScores
+from trtspec.engine.draft_scores import BINS, HIGHEST, OFFERS, PARTS, DraftScores
 
 
 def test_a_score_is_taken_for_the_chance_until_drafts_were_verified() -> None:
@@ -38,12 +38,12 @@ def test_what_is_no_probability_counts_as_none(score: float) -> None:
 
 def test_the_spread_is_that_of_the_latest_offers() -> None:
     scores, rng = DraftScores(), random.Random(2)
-    for _ in range(UPDATE - 1):
+    for _ in range(OFFERS - 1):
         scores.see_offer([0.5, 0.5])
     assert scores.spread == []
     scores.see_offer([0.5, 0.5])
     assert scores.spread == [(1.0,) * PARTS] * 2, "all are equal"
-    for _ in range(100 * UPDATE):
+    for _ in range(25 * OFFERS):
         first = rng.random()
         scores.see_offer([first, first / 2])
     for ratios in scores.spread:
@@ -51,7 +51,7 @@ def test_the_spread_is_that_of_the_latest_offers() -> None:
         assert list(ratios) == sorted(ratios)
         assert ratios[0] < 0.4
         assert ratios[-1] > 1.6
-    for _ in range(4 * UPDATE):
+    for _ in range(OFFERS):
         scores.see_offer([0.0])
     assert scores.spread == [(1.0,) * PARTS]
     assert HIGHEST < 1

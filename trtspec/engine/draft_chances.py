@@ -10,7 +10,7 @@ LARGEST_UNIT = 1e100
 class Counts:
     """Decayed numbers of drafts that were verified, and of those that were accepted, at each position, [K].
 
-    Numbers are in units of the latest count: instead of all earlier counts, which lose weight, the unit grows.
+    Earlier counts do not become smaller. Instead each new count is larger: `_unit` is the weight of the latest.
     """
 
     def __init__(self, length: int, decay: float) -> None:
@@ -49,8 +49,8 @@ class Counts:
 
         Where a request does better or worse at a position than expected, so it is expected to do at the next one.
         """
-        found, more, prior, better = [], self._accepted, weight * self._unit, 1.0
-        for own, verified, general in zip(more, self._verified, expected, strict=True):
+        found, prior, better = [], weight * self._unit, 1.0
+        for own, verified, general in zip(self._accepted, self._verified, expected, strict=True):
             share = min(general * better, 1.0)
             share = (own + prior * share) / (verified + prior)
             better = share / general

@@ -3,7 +3,7 @@
 Two decisions are made before each launch. `make`: how many drafts the launch makes for each request. `verify`: how many
 of its drafts each request verifies. Both maximise the expected tokens per second of the batch. The time of a step comes
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
-Where draft layers score their drafts, `verify` goes by the scores, and `make` by how far chances lie apart.
+Where draft layers score their drafts, `verify` goes by the scores. `make` expects chances to differ as they did lately.
 
 Decisions follow from calls alone, never from a clock. So a recorded trace gives the same decisions again.
 """
@@ -25,7 +25,7 @@ SHARED_DECAY = 0.99  # of the counts of all requests, which are what is expected
 WEIGHT = 5.0  # number of drafts that what is expected of a share counts for ...
 SURPRISED_WEIGHT = 2.0  # ... and in a request whose drafts once did otherwise
 FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
-PLAIN = 0.02  # of the rate, that drafts must gain
+PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
 KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest or have surprised
 SHARED_KEPT = 0.5  # of the counts of all requests, when one has surprised
@@ -122,6 +122,7 @@ class DraftLength:
         self._last_asked: tuple[tuple[int, ...], int] = (), 0  # arguments and result of _could_pay
         self._last_answer = False
         self._last_offers: tuple[list[Offer], int, list[int]] | None = None  # arguments and result of the last verify
+        self._seen: Sequence[Offer] = ()  # the last offers, until there are outcomes
         # what is expected of drafts that a drafter makes, and of those that grammars make
         self._shared = {is_grammar: Counts(most, SHARED_DECAY) for is_grammar in (False, True)}
         self._scores = DraftScores()
@@ -134,7 +135,7 @@ class DraftLength:
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Count what a step accepted."""
-        self._last_offers = None
+        self._last_offers, self._seen = None, ()
         counted = [(self._of(source), verified, accepted) for source, verified, accepted in outcomes if verified]
         for known, verified, accepted in counted:
             known.see_run(accepted > 0)
@@ -169,8 +170,14 @@ class DraftLength:
 
     def _verify_offers(self, drafts: Sequence[Offer], batch: int) -> list[int]:
         known = [(self._of(source), min(count, self.most)) for source, count, _ in drafts]
+        seen, self._seen = drafts == self._seen, drafts
         for (one, count), offer in zip(known, drafts, strict=True):
             self._expect(one, offer.scores[:count])
+            if one.expected and not seen:
+                self._scores.see_offer([*accumulate(one.expected, mul)])
+            own = self._requests.get(~offer.source) if offer.source < 0 else None
+            if own is not None:  # its drafts come from its grammar this time
+                own.expected, own.scores = (), ()
         lengths = self._verify(known, batch)
         for i, (offer, (one, count)) in enumerate(zip(drafts, known, strict=True)):
             if offer.source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then
@@ -312,7 +319,7 @@ class DraftLength:
         return best, least
 
     def _best_of_levels(self, made: int, batch: int, levels: Sequence[_Level]) -> tuple[float, float]:
-        """The same for drafts that scores will tell apart. levels: those of each position."""
+        """As `_best`, before the scores of the drafts are known. levels: those of each position."""
         curve = self.costs.curve(made, batch, self.most)
         tokens, rows = float(batch), 0.0
         best, least = tokens / curve[0], 2.0
@@ -322,16 +329,16 @@ class DraftLength:
             at = min(int(rows), len(curve) - 2)
             seconds = curve[at] + (curve[at + 1] - curve[at]) * (rows - at)
             if tokens > best * seconds:
-                best, least = tokens / seconds, chance
+                best = tokens / seconds
+                least = min(chance, best * (curve[at + 1] - curve[at]))  # a draft with this chance costs what it earns
         return best, least
 
     def _expect(self, known: _Known, scores: Sequence[float]) -> None:
         """Note the scores of the drafts of a request, and what to expect of these drafts."""
         ratio = known.hits / known.hits_expected
         known.scores = scores
-        known.expected = [min(self._scores.chance(score) * ratio, HIGHEST) for score in scores]
-        if known.expected:
-            self._scores.see_offer([*accumulate(known.expected, mul)])
+        chances = [self._scores.chance(score) * ratio for score in scores]
+        known.expected = [min(max(chance, 1 - HIGHEST), HIGHEST) for chance in chances]
 
     def _see_scores(self, known: _Known, verified: int, accepted: int) -> None:
         """Learn from what was verified of drafts that had scores."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,22 +10,20 @@ DECAY = 0.995  # of a bin's counts, for each draft in it that is verified
 WEIGHT = 4.0  # number of drafts that a score counts for: until more are counted, it is taken for the chance itself
 HIGHEST = 0.995  # chance of any draft
 PARTS = 8  # into which the offers are divided, from the least likely to the likeliest
-KEPT_OFFERS = 64  # latest offers of drafts that are kept for that
-UPDATE = 64  # offers between two updates
+OFFERS = 64  # number of offers of drafts from which the spread is computed
 
 
 class DraftScores:
     """What was learnt of the scores of all requests.
 
-    spread: [K][PARTS], by position the mean chance of each part of the latest offers, over that of all. A chance is
+    spread: [K][PARTS], by position the mean chance of each part of some recent offers, over that of all. A chance is
     that of a draft and all before it. Empty until enough offers were seen.
     """
 
     def __init__(self) -> None:
         self._verified = [0.0] * (BINS + 1)  # the last one is of scores of 1
         self._accepted = [0.0] * (BINS + 1)
-        self._offers: deque[list[float]] = deque(maxlen=KEPT_OFFERS)
-        self._until_update = UPDATE
+        self._offers: list[list[float]] = []
         self.spread: list[tuple[float, ...]] = []
 
     def chance(self, score: float) -> float:
@@ -44,13 +41,12 @@ class DraftScores:
     def see_offer(self, chances: list[float]) -> None:
         """Note the chances of the drafts of one request."""
         self._offers.append(chances)
-        self._until_update -= 1
-        if not self._until_update:
-            self._until_update = UPDATE
+        if len(self._offers) == OFFERS:
             self.spread = []
             for j in range(max(map(len, self._offers))):
                 ordered = sorted(offer[j] for offer in self._offers if len(offer) > j)
                 self.spread.append(_parts(ordered) if len(ordered) >= 2 * PARTS else self.spread[-1])
+            self._offers = []
 
 
 def _parts(ordered: Sequence[float]) -> tuple[float, ...]:

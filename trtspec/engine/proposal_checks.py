@@ -61,7 +61,7 @@ def _scores(value: object, tokens: Sequence[Sequence[int]]) -> Sequence[Sequence
         return [()] * len(tokens)
     wanted = [len(tokens), len(tokens[0])]
     if isinstance(value, Tensor) and value.is_floating_point() and list(value.shape) == wanted:
-        return value.tolist()
+        return value.nan_to_num(0.0).tolist()
     got = f"{list(value.shape)} {value.dtype}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise EngineError(f"the drafter gave draft_scores {got}; want a floating-point tensor {wanted}, or None")
 

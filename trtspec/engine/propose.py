@@ -72,8 +72,8 @@ class Proposer:
         B, limits = len(requests), self._limits(requests, scheduler)
         chosen = self.chooser.make(limits, B)
         if chosen == draft_len:
-            by_id = {one.request_id: own for one, own in zip(requests, scores, strict=False)}
-            drafts = [Offer(one, draft_len, by_id.get(one, ())[:draft_len]) for one, _ in limits if draft_len]
+            own = {one.request_id: each[:draft_len] for one, each in zip(requests, scores, strict=False)}
+            drafts = [Offer(one, draft_len, own.get(one, ())) for one, _ in limits if draft_len]
             if all(length == draft_len for length in self.chooser.verify(drafts, B)):
                 return True
         self._chosen = chosen

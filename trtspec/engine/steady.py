@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import add, gt
@@ -26,8 +25,9 @@ from trtspec.core import StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.faults import IsolatedLoop
 from trtspec.engine.propose import Proposer
+from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduler
-from trtspec.engine.step import Emission
+from trtspec.engine.step import Emission, scores_of
 from trtspec.errors import DeviceError
 from trtspec.kv import rewind
 
@@ -50,7 +50,7 @@ class SteadyBatch:
         self.stops = frozenset().union(*[request.eos_ids | request.stop_token_ids for request in self.requests])
         # [B, K+1] inputs of the next step: the last token and the drafts, -1 = no draft
         self.next_inputs: list[list[int]] = _next_inputs(outputs).tolist()
-        self.scores = _scores(outputs)  # [B][K] of these drafts; () = not known
+        self.scores = scores_of(outputs)  # [B][K] of these drafts; () = not known
         self.seq_lens = [len(request.tokens) for request in self.requests]
         # In a step that begins with more tokens a request may finish, or have fewer drafts because it finishes in the
         # next one, or exceed the draft model's context.
@@ -122,7 +122,7 @@ class SteadyBatch:
             self.update_requests()
         self._recorded.append(emitted)
         self.seq_lens = list(map(add, self.seq_lens, map(len, emitted)))
-        self.next_inputs, self.scores = _next_inputs(outputs).tolist(), _scores(outputs)
+        self.next_inputs, self.scores = _next_inputs(outputs).tolist(), scores_of(outputs)
         return emitted
 
     def drafts(self, b: int) -> list[int]:
@@ -135,13 +135,13 @@ class SteadyBatch:
         if not self._recorded:
             return
         for b, (request, steps) in enumerate(zip(self.requests, zip(*self._recorded, strict=True), strict=True)):
+            request.draft_scores = self.scores[b] if self.scores else ()
             if request.text is not None:
                 continue
             old_len = len(request.tokens)
             request.tokens += chain.from_iterable(steps)
             rewind.commit(request.kv, 1, len(request.tokens) - old_len, 0, self._drafts_inside)  # as if in one step
             request.drafts = self.drafts(b)
-            request.draft_scores = self.scores[b] if self.scores else ()
             for count, times in Counter(map(len, steps)).items():
                 request.stats.observe(count, self.draft_len, times)
         self._recorded.clear()
@@ -197,7 +197,7 @@ class SteadyLoop(IsolatedLoop):
         inputs = steady.next_inputs  # [B, K+1] of this step
         emitted = steady.record(outputs, self.vocab_size)
         if emitted is None:  # a request may finish
-            self.settle()
+            self._leave()
             emissions = self.deliver(steady.batch, outputs)
             self.propose(emissions)
             self.begin((steady.batch, outputs))
@@ -215,18 +215,16 @@ class SteadyLoop(IsolatedLoop):
         return emissions
 
     def settle(self) -> None:
-        """Leave the fast path: update the requests of the steady batch."""
+        """Leave the fast path between two steps: the requests get the drafts of the next one."""
+        self.proposer.propose([one for one in self._leave() if one.finish_reason is None], self.scheduler)
+
+    def _leave(self) -> list[Request]:
+        """Leave the fast path, and update the requests of the steady batch, which are returned."""
         steady, self.steady = self.steady, None
-        if steady is not None:
-            steady.update_requests()
-            running = [request for request in steady.requests if request.finish_reason is None]
-            self.proposer.propose(running, self.scheduler)
-
-
-def _scores(outputs: StepOutputs) -> Sequence[Sequence[float]]:
-    """Scores of the drafts that a launch made, [B][K]; () = it gives none."""
-    proposal = outputs.proposal
-    return () if proposal is None or proposal.draft_scores is None else proposal.draft_scores.tolist()
+        if steady is None:
+            return []
+        steady.update_requests()
+        return steady.requests
 
 
 def _next_inputs(outputs: StepOutputs) -> Tensor:

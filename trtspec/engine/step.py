@@ -101,9 +101,8 @@ class StepLoop:
         if outputs.proposal is not None and outputs.proposal.draft_parents is not None:
             for row, parents in zip(batch, outputs.proposal.draft_parents.tolist(), strict=True):
                 row.request.draft_parents = parents
-        if outputs.proposal is not None and outputs.proposal.draft_scores is not None:
-            for row, scores in zip(batch, outputs.proposal.draft_scores.tolist(), strict=True):
-                row.request.draft_scores = scores
+        for row, scores in zip(batch, scores_of(outputs), strict=False):
+            row.request.draft_scores = scores
         return emissions if outputs.verdict.path is None else _along_paths(emissions, batch, outputs.verdict.path)
 
     def propose(self, emissions: Sequence[Emission]) -> None:
@@ -245,6 +244,13 @@ def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> l
             )
         )
     return ordered
+
+
+def scores_of(outputs: StepOutputs) -> Sequence[Sequence[float]]:
+    """Scores of the drafts that a launch made, [B][K], 0 for NaN; () = it gives none."""
+    if outputs.proposal is None or outputs.proposal.draft_scores is None:
+        return ()
+    return outputs.proposal.draft_scores.nan_to_num(0.0).tolist()
 
 
 def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]:

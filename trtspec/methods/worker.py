@@ -206,7 +206,7 @@ class SpecWorker(nn.Module):
 
     def proposal(self, drafts: Tensor, lens: Tensor, probs: Sequence[Tensor] | None) -> Proposal:
         """Return the drafts [B, K'] of a chain, of which `lens` [B] int32 are worth verifying. probs: [B] by pass."""
-        scores = torch.stack(list(probs), dim=1) if self.gives_scores and probs else None
+        scores = torch.stack(tuple(probs), dim=1) if self.gives_scores and probs else None
         return Proposal(drafts, self.likely_lens(lens, probs), draft_scores=scores)
 
     def no_drafts(self, spec: SpecMetadata) -> Proposal:
