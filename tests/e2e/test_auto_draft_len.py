@@ -166,7 +166,8 @@ def test_its_own_choices_do_too(
         run = run_together(llm.engine, cases)
         assert run.outcomes == plain
         stats = run.speculation
-        assert 15 < stats.num_accepted_tokens < stats.num_draft_tokens, stats
+        least = 15 if mode == "eagle3, two engines" else 20
+        assert least < stats.num_accepted_tokens < stats.num_draft_tokens, stats
         for i, request in enumerate(run.requests):
             assert all(drafts <= i % 5 for _, drafts in request.stats.outcomes)
         again = DraftLength(table, chooser.most)

@@ -365,7 +365,7 @@ class SpecWorker(nn.Module):
         return self.draw_from(self.draft_logits(step, hidden), sampling, probs)
 
     def draw_from(self, logits: Tensor, sampling: SamplingTensors, probs: list[Tensor] | None = None) -> Tensor:
-        """Sample drafts [B] int64 from draft logits [B, Vd] fp32, as `sample_drafts` does."""
+        """Sample drafts [B] int64 from draft logits [B, Vd] fp32, and append to `probs`, as `sample_drafts` does."""
         if self.greedy:
             drafts = self.draft_sampler_greedy(logits, self.d2t)
         else:
