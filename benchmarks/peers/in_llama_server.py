@@ -1,8 +1,8 @@
 """llama.cpp's server, with EAGLE3 or without, as a child process that is called over HTTP. Standard library only.
 
 The fields of "load" are server (the program), file (of the target), draft (of the head, or null), num_drafts, p_min,
-max_batch and max_len. "generate" sends the prompts of a batch at once, one request each. The server's own samplers are
-off, except for the temperature.
+max_batch and max_len. "generate" sends one request for each prompt. The server's own samplers are off, except for the
+temperature.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LlamaServer:
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
         prompts, timed = request["prompts"], Timed()
-        with ThreadPoolExecutor(len(prompts)) as pool:
+        with ThreadPoolExecutor(request.get("at_once") or len(prompts)) as pool:
             start = time.perf_counter()
             replies = list(pool.map(lambda prompt: self._complete(prompt, request), prompts))
             timed.seconds = time.perf_counter() - start

@@ -6,11 +6,12 @@ max_batch, max_len and max_num_tokens.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from typing import Any
 
-from benchmarks.peers.worker import Timed, serve
+from benchmarks.peers.worker import Queue, Stopwatch, serve
 
 
 class OpenVino:
@@ -18,7 +19,7 @@ class OpenVino:
         import openvino
         import openvino_genai
 
-        self.openvino, self.genai = openvino, openvino_genai
+        self.openvino, self.genai, self.names = openvino, openvino_genai, itertools.count()
         self.num_drafts = request["num_drafts"] if request["draft"] is not None else 0
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens, scheduler.max_num_seqs = request["max_num_tokens"], request["max_batch"]
@@ -34,19 +35,23 @@ class OpenVino:
         return {"startup_s": time.perf_counter() - start, "version": openvino_genai.__version__}
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        prompts, timed = request["prompts"], Timed()
+        prompts, pipe, going_on = request["prompts"], self.pipe, self.genai.GenerationStatus.RUNNING
         tensors = [self.openvino.Tensor(self._row(prompt)) for prompt in prompts]
         configs = [self._config(request, number) for number in range(len(prompts))]
-        start = time.perf_counter()
-        results = self.pipe.generate(tensors, configs)
-        timed.seconds = time.perf_counter() - start
-        timed.outputs = [list(result.m_generation_ids[0]) for result in results]
-        timed.first_tokens = len(prompts)
-        accepted = 0
-        if self.num_drafts:  # every result has the number of the whole call
-            accepted = results[0].extended_perf_metrics.get_num_accepted_tokens()
-        timed.request_steps = sum(map(len, timed.outputs)) - accepted - len(prompts)
-        return timed.to_dict()
+        stopwatch, queue = Stopwatch(len(prompts)), Queue(len(prompts), request.get("at_once"))
+        handles: dict[int, Any] = {}
+        while queue.has_work:
+            for b in queue.start():
+                handles[b] = pipe.add_request(next(self.names), tensors[b], configs[b])
+            pipe.step()
+            for b, handle in list(handles.items()):
+                ended = handle.get_status() != going_on
+                if handle.can_read():
+                    stopwatch.give(b, list(next(iter(handle.read().values())).generated_ids))
+                if ended:
+                    del handles[b]
+                    queue.running -= 1
+        return stopwatch.stop()
 
     def _row(self, prompt: list[int]) -> Any:
         import numpy as np

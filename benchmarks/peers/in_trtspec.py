@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import trtspec
-from benchmarks.peers.worker import Stopwatch, serve
+from benchmarks.peers.worker import Queue, Stopwatch, serve
 from trtspec import LLM, SamplingParams
 from trtspec.build.build import build_engine
 from trtspec.build.sources import DIGITS, engine_digest
@@ -51,22 +51,23 @@ class Trtspec:
         return reply
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        engine, ends = self.llm.engine, request.get("ends", False)
+        engine, ends, prompts = self.llm.engine, request.get("ends", False), request["prompts"]
         params = SamplingParams(
             temperature=request.get("temperature", 0.0),
             max_tokens=request["output_len"],
             ignore_eos=not ends,
             detokenize=False,
         )
-        stopwatch = Stopwatch(len(request["prompts"]))
-        samples = [  # seeds, as texts would else depend on earlier requests
-            engine.add_request(prompt, dataclasses.replace(params, seed=b))[0]
-            for b, prompt in enumerate(request["prompts"])
-        ]
-        rows = {sample.request_id: b for b, sample in enumerate(samples)}
-        while engine.has_work:
+        stopwatch, queue = Stopwatch(len(prompts)), Queue(len(prompts), request.get("at_once"))
+        samples, rows = [], {}
+        while queue.has_work:
+            for b in queue.start():
+                # seeds, as texts would else depend on earlier requests
+                samples.append(engine.add_request(prompts[b], dataclasses.replace(params, seed=b))[0])
+                rows[samples[-1].request_id] = b
             for emission in engine.step():
                 stopwatch.give(rows[emission.request.request_id], list(emission.tokens))
+                queue.running -= emission.finished
         for sample in samples:
             if sample.error is not None:
                 raise sample.error

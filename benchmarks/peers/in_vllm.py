@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from benchmarks.peers.worker import Stopwatch, serve
+from benchmarks.peers.worker import Queue, Stopwatch, serve
 
 KEPT_TO_AVX2 = os.environ.get("TRTSPEC_CPU_ISA") == "avx2"
 
@@ -50,7 +50,7 @@ class Vllm:
         return {"startup_s": time.perf_counter() - start, "version": vllm.__version__}
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        engine = self.llm.llm_engine
+        engine, prompts = self.llm.llm_engine, request["prompts"]
         params = self.vllm.SamplingParams(
             temperature=request.get("temperature", 0.0),
             max_tokens=request["output_len"],
@@ -59,13 +59,16 @@ class Vllm:
             detokenize=False,
             output_kind=self.vllm.sampling_params.RequestOutputKind.DELTA,
         )
-        rows = {f"{next(self._names)}": b for b in range(len(request["prompts"]))}
-        stopwatch = Stopwatch(len(rows))
-        for name, prompt in zip(rows, request["prompts"], strict=True):
-            engine.add_request(name, {"prompt_token_ids": prompt}, params)
-        while engine.has_unfinished_requests():
+        stopwatch, queue = Stopwatch(len(prompts)), Queue(len(prompts), request.get("at_once"))
+        rows = {}
+        while queue.has_work:
+            for b in queue.start():
+                name = f"{next(self._names)}"
+                rows[name] = b
+                engine.add_request(name, {"prompt_token_ids": prompts[b]}, params)
             for output in engine.step():
                 stopwatch.give(rows[output.request_id], list(output.outputs[0].token_ids))
+                queue.running -= output.finished
         return stopwatch.stop()
 
     def close(self) -> None:

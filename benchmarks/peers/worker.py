@@ -20,7 +20,7 @@ Op = Callable[[dict[str, Any]], dict[str, Any]]
 
 @dataclass
 class Timed:
-    """One generation of a batch. Seconds count from the call; a step of a batch of 8 counts as 8 request-steps."""
+    """One generation of requests. Seconds count from the call; a step of a batch of 8 counts as 8 request-steps."""
 
     seconds: float = 0.0
     first_s: float = 0.0  # until every request had a token
@@ -57,6 +57,31 @@ class Stopwatch:
     def stop(self) -> dict[str, Any]:
         self.timed.seconds = time.perf_counter() - self._start
         return self.timed.to_dict()
+
+
+@dataclass
+class Queue:
+    """The order of `count` requests, `at_once` of them at a time: the next one starts when one has ended.
+
+    at_once: None = all. running: number of requests that run; the caller subtracts those that have ended.
+    """
+
+    count: int
+    at_once: int | None = None
+    running: int = 0
+    started: int = 0
+
+    @property
+    def has_work(self) -> bool:
+        """False: all requests have ended."""
+        return self.running > 0 or self.started < self.count
+
+    def start(self) -> range:
+        """The numbers of the requests to start now, which count as running."""
+        room = self.count if self.at_once is None else self.at_once - self.running
+        new = range(self.started, min(self.started + room, self.count))
+        self.started, self.running = new.stop, self.running + len(new)
+        return new
 
 
 def serve(ops: Mapping[str, Op]) -> None:

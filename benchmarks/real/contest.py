@@ -61,21 +61,19 @@ class Entry:
 
 @dataclass
 class Turn:
-    """A round of one entry: all prompts, a batch at a time. Its sums of seconds and tokens include the prefill."""
+    """A round of one entry: all prompts of a task. Seconds and tokens include the prefill."""
 
-    seconds: float = 0.0
-    tokens: int = 0
-    first_tokens: int = 0
-    request_steps: int = 0
-    texts: list[list[int]] = field(default_factory=list)
+    seconds: float
+    tokens: int
+    first_tokens: int
+    request_steps: int
+    texts: list[list[int]]
 
-    def add(self, reply: dict[str, Any]) -> None:
-        """Add a worker's reply for a batch."""
-        self.seconds += reply["seconds"]
-        self.tokens += sum(map(len, reply["outputs"]))
-        self.first_tokens += reply["first_tokens"]
-        self.request_steps += reply["request_steps"]
-        self.texts += reply["outputs"]
+    @classmethod
+    def of(cls, reply: dict[str, Any]) -> Turn:
+        """The turn that a worker's reply tells of."""
+        texts = reply["outputs"]
+        return cls(reply["seconds"], sum(map(len, texts)), reply["first_tokens"], reply["request_steps"], texts)
 
     @property
     def tokens_per_step(self) -> float:
@@ -88,7 +86,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Task:
-    """The same task for all entries: `prompts`, `batch` of them at a time."""
+    """The same task for all entries: `prompts`, `batch` of them at a time. The next one starts when one is done."""
 
     prompts: list[list[int]]
     batch: int
@@ -260,16 +258,12 @@ class Contest:
 
     def _turn(self, worker: Worker, task: Task) -> Turn:
         """Run all of the task's prompts, then pause the worker."""
-        turn = Turn()
-        for start in range(0, len(task.prompts), task.batch):
-            turn.add(
-                worker.call(
-                    "generate", GENERATE_S, prompts=task.prompts[start : start + task.batch],
-                    output_len=task.max_tokens, temperature=task.temperature, ends=ends_of(model_folder()),
-                )
-            )  # fmt: skip
+        reply = worker.call(
+            "generate", GENERATE_S, prompts=task.prompts, at_once=task.batch, output_len=task.max_tokens,
+            temperature=task.temperature, ends=ends_of(model_folder()),
+        )  # fmt: skip
         worker.pause()
-        return turn
+        return Turn.of(reply)
 
     def _drop(self, workers: dict[Entry, Worker], entry: Entry) -> None:
         if entry in workers:

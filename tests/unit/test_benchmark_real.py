@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.peers.worker import Queue
 from benchmarks.real.contest import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
 
 
@@ -33,6 +34,20 @@ def test_the_fastest_setting_of_each_method_is_that_of_the_batch() -> None:
     }
     assert fastest(sweep, 1) == [OURS, FAST, PEER]
     assert fastest(sweep, 8) == [SLOW]
+
+
+def test_the_next_request_starts_when_one_has_ended() -> None:
+    queue = Queue(5, at_once=2)
+    assert list(queue.start()) == [0, 1]
+    assert list(queue.start()) == []
+    queue.running -= 1
+    assert list(queue.start()) == [2]
+    queue.running -= 2
+    assert list(queue.start()) == [3, 4]
+    assert queue.has_work
+    queue.running -= 2
+    assert not queue.has_work
+    assert list(Queue(3).start()) == [0, 1, 2]
 
 
 def test_figures_are_medians_of_rounds_next_to_our_best() -> None:
