@@ -10,13 +10,13 @@
   the time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds.
 - peers: the same model and the same head in llama.cpp's server, vLLM, OpenVINO GenAI and transformers, with every K and
   p_min asked for. Each has an environment of its own next to --work, made if it is missing (llama.cpp is compiled: many
-  minutes). Time is that of whole batches, prompts included. vLLM and OpenVINO have drafts only in greedy decoding, as
-  their sampled texts are wrong with drafts.
+  minutes). Time is that of all prompts and answers, a batch at a time: the next request starts when one has ended. vLLM
+  and OpenVINO have drafts only in greedy decoding, as their sampled texts are wrong with drafts.
 
 Prompts are HumanEval's 164 problems and the held-out questions of examples/smollm2, through the model's chat template.
-Answers end where the model ends them, or after --max-tokens. Prefill steps are not counted, nor steps in which fewer
-requests run than the batch has. Engines take turns in rotating order. The first round warms up. Figures are medians of
-the rounds, and ratios are medians of the rounds' ratios.
+Answers end where the model ends them, or after --max-tokens. `speed` does not count prefill steps, nor steps in which
+fewer requests run than the batch has. Engines take turns in rotating order. The first round warms up. Figures are
+medians of the rounds, and ratios are medians of the rounds' ratios.
 """
 
 import sys
