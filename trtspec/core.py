@@ -159,21 +159,12 @@ class SamplingTensors:
     ban_until: Tensor  # [R, n] int64: ... at positions below this
 
     @classmethod
-    def of(
-        cls,
-        asked: Sequence[RequestSampling],
-        positions: Sequence[int] | np.ndarray,
-        owners: np.ndarray | None = None,
-    ) -> SamplingTensors:
-        """Build the tensors of R logits rows. `positions` is the index of the token that each row draws.
-
-        Row r draws as asked[owners[r]] says, or as asked[r] without owners.
-        """
+    def of(cls, asked: Sequence[RequestSampling], positions: Sequence[int]) -> SamplingTensors:
+        """Build the tensors of R logits rows: each draws as `asked` says. `positions`: index of the token it draws."""
 
         # Built with numpy: if the host calls few torch ops, their code stays out of memory and caches.
         def tensor(values: Sequence[object], dtype: type[np.generic]) -> Tensor:
-            array = np.array(values, dtype=dtype)
-            return torch.from_numpy(array if owners is None or not len(array) else array[owners])
+            return torch.from_numpy(np.array(values, dtype=dtype))
 
         sampled = not all(one.greedy for one in asked)
         top_ks = [one.top_k for one in asked] if any(one.top_k for one in asked) else []
@@ -196,6 +187,24 @@ class SamplingTensors:
     def advance(self) -> SamplingTensors:
         """The same rows, each of which draws its next token."""
         return replace(self, positions=self.positions + 1)
+
+    def expand(self, owners: np.ndarray, positions: Tensor) -> SamplingTensors:
+        """Tensors of R rows, of which row r draws token positions[r] as row owners[r] of these does; owners: int64."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            return torch.from_numpy(tensor.numpy()[owners]) if tensor.shape[0] else tensor
+
+        return SamplingTensors(
+            greedy=rows(self.greedy),
+            positions=positions,
+            seeds=rows(self.seeds),
+            temperatures=rows(self.temperatures),
+            top_ks=rows(self.top_ks),
+            top_ps=rows(self.top_ps),
+            min_ps=rows(self.min_ps),
+            ban_ids=rows(self.ban_ids),
+            ban_until=rows(self.ban_until),
+        )
 
     def select(self, rows: Tensor) -> SamplingTensors:
         """The tensors of `rows` [B] int64 alone, in that order, out of the R rows."""

@@ -3,7 +3,8 @@
 As long as the same requests run with the same numbers of rows and drafts, the shapes of a step's tensors and most of
 their contents do not change. A `_Layout` holds those tensors. The tensors that change are preallocated twice, in two
 `_Frame`s that alternate, so that a step in flight keeps its own inputs. The latest layouts are kept: the number of
-drafts often changes from step to step, and few requests have few combinations.
+drafts often changes from step to step, and few requests have few combinations. `_Members` is what all layouts of the
+same requests share.
 """
 
 from __future__ import annotations
@@ -25,6 +26,15 @@ from trtspec.engine.scheduler import Batch
 from trtspec.modes import SpeculativeDecodingMode
 
 
+class _Members:
+    """The requests of a batch: their ids and sampling parameters."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.requests = [row.request for row in batch]
+        self.ids = tuple([request.request_id for request in self.requests])
+        self.sampling = SamplingTensors.of([request.sampling for request in self.requests], ())
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Tensors that depend only on the requests of a batch and their numbers of rows and drafts.
@@ -33,6 +43,7 @@ class _Layout:
     """
 
     batch: Batch
+    members: _Members
     cu_q_lens: torch.Tensor  # [B+1] int32
     spec: SpecMetadata  # without draft_tokens, next_prompt_token and sampling.positions, which each frame has
     owners: np.ndarray  # [R] request of each logits row
@@ -41,30 +52,37 @@ class _Layout:
     shapes_trees: bool  # the drafts of each request are a tree of their own
     frames: list[_Frame] = field(default_factory=list)  # at most two; the second is that of the last step
 
-    def next_frame(self) -> _Frame:
-        """Return the older of the two frames, which becomes the newer one."""
+    def next_frame(self, last: _Frame | None) -> _Frame:
+        """Return the older of the two frames, which becomes the newer one. last: that of the last step."""
         if len(self.frames) < 2:
-            self.frames.append(_Frame(self))
+            self.frames.append(_Frame(self, last))
         else:
             self.frames.reverse()
         return self.frames[-1]
 
 
 class _Frame:
-    """The inputs of one step, and the numpy arrays that share memory with its changing tensors."""
+    """The inputs of one step, and the numpy arrays that share memory with its changing tensors.
 
-    def __init__(self, layout: _Layout) -> None:
+    last: the frame of the last step, if there is one. Its block tables are copied if its requests are the same.
+    """
+
+    def __init__(self, layout: _Layout, last: _Frame | None) -> None:
         self.layout = layout
         B, spec = len(layout.batch), layout.spec
         self.input_ids = np.empty(layout.cu_q_lens.numpy()[-1], dtype=np.int64)
         self.kv_lens = np.empty(B, dtype=np.int32)
         self.draft_tokens = np.empty(layout.draft_rows.shape, dtype=np.int64)
         self.draft_parents = np.full(layout.draft_rows.shape if layout.shapes_trees else (0, 0), -1, dtype=np.int64)
-        self.positions = np.empty(spec.gather_ids.shape[0], dtype=np.int64)
+        self.positions = np.empty(len(layout.owners), dtype=np.int64)
         self.next_prompt_token = np.full(B, -1, dtype=np.int64)
         self.tables = np.empty((B, 0), dtype=np.int32)
+        self.blocks: list[list[int]] = [[]] * B  # the block list that each row of `tables` was written from
+        self.num_blocks = [0] * B  # number of its blocks that were written
+        if last is not None and last.layout.members is layout.members:
+            self.tables, self.blocks, self.num_blocks = last.tables.copy(), last.blocks.copy(), last.num_blocks.copy()
         tensor = torch.from_numpy
-        width = spec.runtime_draft_len + 1 if spec.is_uniform else 0
+        width = layout.draft_rows.shape[1] + 1 if spec.is_uniform else 0
         attn = AttnMetadata(layout.cu_q_lens, tensor(self.kv_lens), tensor(self.tables), _NO_TREE, width=width)
         spec = replace(
             spec,
@@ -77,8 +95,6 @@ class _Frame:
         written = (self.input_ids, self.positions, self.kv_lens, self.draft_tokens)
         self.memory = [one.data.cast("B") for one in written if one.size]  # for repeat
         self.has_version = not attn.kv_lens.is_inference()
-        self.blocks: list[list[int]] = [[]] * B  # the block list that each row of `tables` was written from
-        self.num_blocks = [0] * B  # number of its blocks that were written
         self.stale = True  # repeat() must compare all tables with the requests' blocks
         self.new_blocks: list[tuple[int, int, int]] = []  # else it writes only these: row, column, block
 
@@ -189,14 +205,15 @@ class InputBuilder:
         self.graph_draft_lens = graph_draft_lens
         self.tree = tree
         self._layouts: list[_Layout] = []  # those of the latest steps, the last one first
+        self._frame: _Frame | None = None  # that of the last step
 
     def build(self, batch: Batch, next_draft_len: int = 0) -> StepInputs:
         """Inputs of T packed rows in the order of the batch; core.SpecMetadata explains logits rows and next_draft_len.
 
         The tensors stay valid until the inputs of the second step from now are built.
         """
-        layout = self._layout_of(batch, next_draft_len)
-        inputs = layout.next_frame().fill(batch)
+        self._frame = self._layout_of(batch, next_draft_len).next_frame(self._frame)
+        inputs = self._frame.fill(batch)
         constraints = logit_constraints(batch, self.tree)
         return inputs if constraints is None else replace(inputs, spec=replace(inputs.spec, constraints=constraints))
 
@@ -218,7 +235,8 @@ class InputBuilder:
         ids [B * (K+1)]: the input tokens. ends [B]: length of each sequence including them. If blocks changed since the
         last step, call invalidate_tables or add_blocks first.
         """
-        return self._layouts[0].next_frame().repeat(ids, ends)
+        self._frame = self._layouts[0].next_frame(self._frame)
+        return self._frame.repeat(ids, ends)
 
     def invalidate_tables(self) -> None:
         """Make repeat_batch compare the block tables with the requests once."""
@@ -241,39 +259,48 @@ class InputBuilder:
         return layout
 
     def _make_layout(self, batch: Batch, next_draft_len: int) -> _Layout:
+        members = self._members_of(batch)
         shapes_trees = self.tree is not None and self.tree.is_dynamic
-        B, C = len(batch), sum([row.is_context for row in batch])
-        num_rows = np.array([row.num_rows for row in batch], dtype=np.int32)
-        draft_lens = np.array([row.draft_len for row in batch], dtype=np.int32)
-        K = int(draft_lens.max())
+        lens = [row.draft_len for row in batch]
+        B, C, K = len(batch), sum([row.is_context for row in batch]), max(lens)
         K = next((length for length in self.graph_draft_lens if length >= max(K, next_draft_len)), K)
+        num_rows = np.array([row.num_rows for row in batch], dtype=np.int32)
+        draft_lens = np.array(lens, dtype=np.int32)
         cu_q_lens = np.zeros(B + 1, dtype=np.int32)
         np.cumsum(num_rows, out=cu_q_lens[1:])
-        owners = np.repeat(np.arange(B), draft_lens + 1)
-        back = np.arange(len(owners)) - np.cumsum(draft_lens + 1)[owners] + 1
-        gather_ids = cu_q_lens[owners + 1] - 1 + back
-        forced = np.where(np.arange(B) < C, -1, self.forced_accept).astype(np.int32)
+        owners = np.array([b for b, length in enumerate(lens) for _ in range(length + 1)])
+        back = np.array([nth for length in lens for nth in range(-length, 1)])
+        forced = np.full(B, self.forced_accept, dtype=np.int32)
+        forced[:C] = -1
+        tensor = torch.from_numpy
         spec = SpecMetadata(
             spec_dec_mode=self.mode,
             max_draft_len=self.max_draft_len,
-            request_ids=tuple([row.request.request_id for row in batch]),
-            seq_lens=torch.from_numpy(num_rows),
-            gather_ids=torch.from_numpy(gather_ids),
-            draft_tokens=torch.empty(B - C, K, dtype=torch.int64),
-            draft_lens=torch.from_numpy(draft_lens),
-            next_prompt_token=torch.empty(0, dtype=torch.int64),
-            forced_accept=torch.from_numpy(forced),
-            sampling=SamplingTensors.of([row.request.sampling for row in batch], back, owners),
+            request_ids=members.ids,
+            seq_lens=tensor(num_rows),
+            gather_ids=tensor(cu_q_lens[owners + 1] - 1 + back),
+            draft_tokens=_NO_TOKENS,
+            draft_lens=tensor(draft_lens),
+            next_prompt_token=_NO_TOKENS,
+            forced_accept=tensor(forced),
+            sampling=members.sampling.expand(owners, tensor(back)),
             next_draft_len=next_draft_len,
-            is_uniform=bool(C == 0 and (draft_lens == K).all()),
+            is_uniform=C == 0 and min(lens) == K,
             is_spec_dec_tree=self.tree is not None,
             is_spec_dec_dynamic_tree=shapes_trees,
         )
-        missing = np.minimum(np.arange(1, K + 1) - draft_lens[C:, None], 0)
-        draft_rows = cu_q_lens[C + 1 :, None] - 1 + missing
-        return _Layout(batch, torch.from_numpy(cu_q_lens), spec, owners, back, draft_rows, shapes_trees)
+        missing = [[min(k - length, 0) for k in range(1, K + 1)] for length in lens[C:]]
+        draft_rows = cu_q_lens[C + 1 :, None] - 1 + np.array(missing, dtype=np.int64).reshape(B - C, K)
+        return _Layout(batch, members, tensor(cu_q_lens), spec, owners, back, draft_rows, shapes_trees)
+
+    def _members_of(self, batch: Batch) -> _Members:
+        """Those of the last layout if it has the same requests, else new ones."""
+        if self._layouts and self._layouts[0].members.requests == [row.request for row in batch]:
+            return self._layouts[0].members
+        return _Members(batch)
 
 
 _KEPT = 8  # layouts; one request has K + 1 of them
 _SPARE_COLUMNS = 16  # added when a block table grows, so that it does not grow every few steps
 _NO_TREE = torch.empty(0, dtype=torch.int32)
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
