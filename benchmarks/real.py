@@ -10,8 +10,8 @@
   the time of K + 1 rows and of the head, both in times of one row. All are measured in the same rounds.
 - peers: the same model and the same head in llama.cpp's server, vLLM, OpenVINO GenAI and transformers, with every K and
   p_min asked for. Each has an environment of its own next to --work, made if it is missing (llama.cpp is compiled: many
-  minutes). Time is that of all prompts and answers, a batch at a time: the next request starts when one has ended. vLLM
-  and OpenVINO have drafts only in greedy decoding, as their sampled texts are wrong with drafts.
+  minutes). Time is that of all prompts and answers. As many requests run as the batch has: when one ends, the next
+  starts. vLLM and OpenVINO have drafts only in greedy decoding, as their sampled texts are wrong with drafts.
 
 Prompts are HumanEval's 164 problems and the held-out questions of examples/smollm2, through the model's chat template.
 Answers end where the model ends them, or after --max-tokens. `speed` does not count prefill steps, nor steps in which

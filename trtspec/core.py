@@ -160,7 +160,7 @@ class SamplingTensors:
 
     @classmethod
     def of(cls, asked: Sequence[RequestSampling], positions: Sequence[int]) -> SamplingTensors:
-        """Build the tensors of R logits rows: each draws as `asked` says. `positions`: index of the token it draws."""
+        """Build the tensors of R logits rows. Row r draws the token at positions[r], as asked[r] says."""
 
         # Built with numpy: if the host calls few torch ops, their code stays out of memory and caches.
         def tensor(values: Sequence[object], dtype: type[np.generic]) -> Tensor:
@@ -189,7 +189,10 @@ class SamplingTensors:
         return replace(self, positions=self.positions + 1)
 
     def expand(self, owners: np.ndarray, positions: Tensor) -> SamplingTensors:
-        """Tensors of R rows, of which row r draws token positions[r] as row owners[r] of these does; owners: int64."""
+        """The tensors of R rows. Row r draws the token at positions[r], as row owners[r] of these does.
+
+        owners: [R] int64. positions: [R] int64, kept as they are.
+        """
 
         def rows(tensor: Tensor) -> Tensor:
             return torch.from_numpy(tensor.numpy()[owners]) if tensor.shape[0] else tensor

@@ -45,10 +45,12 @@ class OpenVino:
                 handles[b] = pipe.add_request(next(self.names), tensors[b], configs[b])
             pipe.step()
             for b, handle in list(handles.items()):
-                ended = handle.get_status() != going_on
-                if handle.can_read():
+                status = handle.get_status()
+                while handle.can_read():
                     stopwatch.give(b, list(next(iter(handle.read().values())).generated_ids))
-                if ended:
+                if status != going_on:
+                    if status != self.genai.GenerationStatus.FINISHED:
+                        raise RuntimeError(f"a request ended as {status}")
                     del handles[b]
                     queue.running -= 1
         return stopwatch.stop()

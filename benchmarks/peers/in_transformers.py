@@ -24,7 +24,8 @@ class Transformers:
         return {"startup_s": time.perf_counter() - start, "version": transformers.__version__}
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Generate for prompts of one length, or for one after another if request["at_once"] is 1."""
+        """Generate for prompts of one length, all at once or one after another."""
+        assert request.get("at_once") in (None, 1, len(request["prompts"])), "no queue"
         if request.get("at_once") == 1:
             replies = [self.generate({**request, "prompts": [one], "at_once": None}) for one in request["prompts"]]
             return {name: sum((reply[name] for reply in replies[1:]), replies[0][name]) for name in replies[0]}

@@ -61,7 +61,7 @@ class Stopwatch:
 
 @dataclass
 class Queue:
-    """The order of `count` requests, `at_once` of them at a time: the next one starts when one has ended.
+    """The order of `count` requests. At most `at_once` run at once: when one ends, the next starts.
 
     at_once: None = all. running: number of requests that run; the caller subtracts those that have ended.
     """

@@ -156,7 +156,12 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
         tasks = [
             (
                 name,
-                Task(prompts_of(name, tokenizer, args.prompts and max(args.prompts, batch)), batch, T, args.max_tokens),
+                Task(
+                    prompts_of(name, tokenizer, args.prompts and max(args.prompts, 2 * batch)),
+                    batch,
+                    T,
+                    args.max_tokens,
+                ),
             )
             for batch, name, T in product(args.batches, args.sets, args.temperatures)
         ]

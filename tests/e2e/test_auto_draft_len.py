@@ -116,6 +116,18 @@ def test_any_choice_gives_the_tokens_of_plain_decoding(mode: str, models: Path, 
         assert not whims._requests, "what is known of a request is dropped when it ends"
 
 
+def test_adaptive_verification_is_auto_up_to_its_number(models: Path, plain: list[Outcome]) -> None:
+    wishes = {**speculation("eagle3", models), "num_speculative_tokens": 4, "enable_adaptive_verification": True}
+    with LLM(models / "target", wishes, backend="eager", **SIZES) as llm:
+        proposer = llm.engine.loop.proposer
+        assert proposer.chooser is not None
+        whims = proposer.chooser = Whims(proposer.chooser)
+        run = run_together(llm.engine, CASES)
+        assert run.outcomes == plain
+        assert set(whims.count) == {0, 1, 3, 4}
+        assert len(run.speculation.acceptance_per_position) == 4
+
+
 @pytest.mark.parametrize("mode", ["eagle3", "draft inside"])
 def test_the_fast_path_is_entered_and_left(
     mode: str, models: Path, plain: list[Outcome], repeats: Counter[bool]
@@ -266,11 +278,11 @@ def test_batches_are_measured_from_both_ends() -> None:
 @pytest.mark.parametrize(
     ("wishes", "error", "words"),
     [
-        ({"method": "custom_class", "drafter": "a:B"}, UnsupportedError, "'custom_class' is not built; set a number"),
+        ({"method": "custom_class", "drafter": "a:B"}, UnsupportedError, "'custom_class' is not built; set num_spec"),
         (
             {"method": "eagle3", "model": "head", "draft_confidence_threshold": 0.5},
             UnsupportedError,
-            "leave one of them unset",
+            "='auto' is not built yet; leave draft_confidence_threshold unset, or set num_speculative_tokens",
         ),
         ({"method": "ngram", "num_speculative_tokens": "most"}, ConfigError, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": 0}, ConfigError, "num_speculative_tokens"),

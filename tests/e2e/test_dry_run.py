@@ -306,6 +306,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
+ADAPTIVE = {"method": "ngram", "num_speculative_tokens": 4, "enable_adaptive_verification": True}
 REFUSED: dict[str, tuple[list[str], str]] = {
     "native attention and the cache's size": (
         ["--backend", "tensorrt", "--attention", "native", "--num_kv_blocks", "99", "--dry_run"],
@@ -317,6 +318,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),
     "no plan to write": (["--json", "plan.json"], "--json plan.json is for the plan that --dry_run makes"),
     "half precision on onnx": (["--backend", "onnx", "--dry_run"], "ask for dtype float32"),
+    "a number of drafts that the engine chooses": (
+        ["--backend", "tensorrt", "--dry_run", "--spec", json.dumps(ADAPTIVE)],
+        "enable_adaptive_verification is set, and backend tensorrt cannot choose the number of drafts yet",
+    ),
     "kv_dtype": (["--kv_dtype", "fp8", "--backend", "tensorrt", "--dry_run"], "--kv_dtype fp8 is not built"),
 }
 

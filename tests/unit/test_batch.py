@@ -223,6 +223,22 @@ def test_lengths_that_come_again_have_their_layout_again() -> None:
     assert len(tensors) == 8
 
 
+def test_other_numbers_of_drafts_keep_what_the_same_requests_share() -> None:
+    load = Load(0)
+    load.submit()
+    (row,) = load.scheduler.schedule()
+    frames = []
+    for num_rows in (1, 2):
+        load.builder.build((row._replace(num_rows=num_rows),))
+        assert load.builder._frame is not None
+        frames.append(load.builder._frame)
+    first, second = frames
+    assert second.layout is not first.layout
+    assert second.layout.members is first.layout.members
+    assert second.num_blocks == first.num_blocks == [len(row.request.kv.blocks)]
+    assert second.tables is not first.tables  # a step in flight keeps its own
+
+
 def test_a_tensor_written_through_numpy_has_a_new_version() -> None:
     """A write through numpy raises the version of a tensor, even if its values stay the same.
 

@@ -141,6 +141,23 @@ def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[in
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def test_a_queue_gives_the_texts_of_all_at_once(tmp_path: Path) -> None:
+    model = open_model("demo", tmp_path)
+    prompts = model.prompts(5, 12)
+    limits = {"max_batch": 5, "max_len": 64, "max_num_tokens": 256, "first_prompt": prompts[0], "format": "bf16"}
+    paths = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    worker = Worker("trtspec", sys.executable, "benchmarks.peers.in_trtspec", paths, tmp_path / "log")
+    try:
+        worker.call("load", 120, model=str(model.folder), speculation=None, **limits)
+        replies = [worker.call("generate", 60, prompts=prompts, output_len=9, at_once=n) for n in (None, 1, 2)]
+    finally:
+        worker.kill()
+    for reply in replies:
+        assert reply["outputs"] == replies[0]["outputs"]
+        assert (reply["first_tokens"], reply["request_steps"]) == (5, 5 * 8)
+    assert [len(output) for output in replies[0]["outputs"]] == [9] * 5
+
+
 def test_random_weights_count_in_circles(tmp_path: Path) -> None:
     shape = Shape(hidden=128, layers=3, intermediate=256, heads=2, kv_heads=1, vocab=40 * CIRCLE)
     write_checkpoint(shape, tmp_path / "small")

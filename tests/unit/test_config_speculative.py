@@ -83,6 +83,10 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
             {"num_speculative_tokens": "auto", "speculative_token_tree": "[(0,)]"},
             r"speculative_token_tree='\[\(0,\)\]' has one size, .*'auto' has none; leave one of them unset",
         ),
+        (
+            {"enable_adaptive_verification": True, "speculative_token_tree": "[(0,)]"},
+            r"speculative_token_tree='\[\(0,\)\]' has one size, .*=True has many; leave one of them unset",
+        ),
         ({"num_spec_tokens": 3}, r"num_spec_tokens=3: unknown field; did you mean 'num_speculative_tokens'"),
         ({"zzz": 3}, r"zzz=3: unknown field; known fields: .*model"),
         ({"method": "guess"}, r"method='guess' is unknown; use one of .*ngram"),

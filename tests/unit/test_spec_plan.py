@@ -339,6 +339,25 @@ def test_the_engine_chooses_where_nothing_says_a_number(
         assert spec_plan.num_speculative_tokens == chosen
 
 
+@pytest.mark.parametrize(
+    ("fields", "known", "most"),
+    [
+        ({"method": "eagle3", "model": "/h", "num_speculative_tokens": 4}, draft(method="eagle3"), 4),
+        ({"method": "eagle3", "model": "/h"}, draft(method="eagle3"), 5),  # as with "auto"
+        ({"method": "medusa", "model": "/h"}, draft(method="medusa", n_predict=7), 7),  # what the checkpoint implies
+        ({"method": "suffix"}, None, 24),
+        ({**NGRAM, "num_speculative_tokens": 2}, None, 2),
+    ],
+)
+def test_adaptive_verification_chooses_up_to_the_number(
+    fields: dict[str, Any], known: DraftInfo | None, most: int
+) -> None:
+    config = SpeculativeConfig(**fields, enable_adaptive_verification=True)
+    spec_plan = plan_speculation(config, target(), known)
+    assert (spec_plan.num_speculative_tokens, spec_plan.chooses_draft_len) == (most, True)
+    assert scheduled_draft_lens(spec_plan) == {0, most, *(length for length in (1, 3) if length < most)}
+
+
 def test_auto_stays_within_a_schedule() -> None:
     spec_plan = decide({**NGRAM, "num_speculative_tokens": "auto", "draft_len_schedule": {2: 5, 4: 2}})
     assert [draft_len_for_batch(spec_plan, size) for size in (2, 4, 5)] == [5, 2, 0]

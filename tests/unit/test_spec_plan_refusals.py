@@ -180,7 +180,14 @@ def test_refused_against_target_or_draft(
             {"draft_sample_method": "probabilistic"},
             r"draft_sample_method='probabilistic' is not built yet; leave it unset",
         ),
-        ({"enable_adaptive_verification": True}, r"enable_adaptive_verification=True is not built yet; leave it unset"),
+        (
+            {"enable_adaptive_verification": True, "draft_confidence_threshold": 0.5, "one_engine": True},
+            r"=0.5 with enable_adaptive_verification=True is not built yet; leave .* unset, or leave enable_adaptive_",
+        ),
+        (
+            {"method": "custom_class", "model": None, "drafter": "a:B", "enable_adaptive_verification": True},
+            "enable_adaptive_verification=True with method='custom_class' is not built; leave enable_adaptive_verif",
+        ),
         (
             {"acceptance_window": 8, "acceptance_length_threshold": 1.0},
             r"acceptance_window=8 is not built yet; leave it",

@@ -208,8 +208,9 @@ def _check(context: BuildContext) -> None:
         )
     if context.spec_plan is not None and context.spec_plan.chooses_draft_len and context.backend.device == "cuda":
         raise UnsupportedError(
-            f"num_speculative_tokens is unset or 'auto', and backend {context.backend.name} cannot choose it yet; set "
-            "a number, to 3 for a start"
+            "num_speculative_tokens is unset or 'auto', or enable_adaptive_verification is set, and backend "
+            f"{context.backend.name} cannot choose the number of drafts yet; set a number, 3 for a start, and leave "
+            "enable_adaptive_verification unset"
         )
     inside = ("target", context.target)  # holds draft layers that have no checkpoint of their own
     checkpoints = (inside, inside if context.draft is None else ("draft", context.draft))

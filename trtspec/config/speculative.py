@@ -200,7 +200,9 @@ class SpeculativeConfig(StrictConfig):
         "probability; None: all are",
     )
     parallel_drafting: bool = False
-    enable_adaptive_verification: bool = False
+    enable_adaptive_verification: bool = Field(
+        default=False, description="num_speculative_tokens is the most; each step chooses how many, as with 'auto'"
+    )
 
     # EAGLE3 and hidden-state capture: "after layer i", -1 = after the final norm. These are TensorRT-LLM's ids; vLLM's
     # are one higher.
@@ -265,6 +267,11 @@ class SpeculativeConfig(StrictConfig):
                 f"speculative_token_tree={self.speculative_token_tree!r} has one size, and "
                 "num_speculative_tokens='auto' has none; leave one of them unset"
             )
+        if self.enable_adaptive_verification and self.speculative_token_tree is not None:
+            raise ConfigError(
+                f"speculative_token_tree={self.speculative_token_tree!r} has one size, and "
+                "enable_adaptive_verification=True has many; leave one of them unset"
+            )
         return self
 
     @property
@@ -278,6 +285,20 @@ class SpeculativeConfig(StrictConfig):
             return k
         tree = parse_tree(self.speculative_token_tree)
         return len(tree[-1]) if k in (None, len(tree)) else k
+
+    @property
+    def choosing_settings(self) -> str:
+        """The settings that let the engine choose the number of drafts, in words."""
+        adaptive = ["enable_adaptive_verification=True"] if self.enable_adaptive_verification else []
+        auto = ["num_speculative_tokens='auto'"] if self.draft_depth == AUTO_DRAFT_LEN or not adaptive else []
+        return " and ".join(auto + adaptive)
+
+    @property
+    def fixing_advice(self) -> str:
+        """What to do so that the number of drafts is fixed, in words."""
+        number = [] if isinstance(self.draft_depth, int) else ["set num_speculative_tokens to a number, 3 for a start"]
+        flag = ["leave enable_adaptive_verification unset"] if self.enable_adaptive_verification else []
+        return " and ".join(number + flag)
 
     def __repr__(self) -> str:
         model = None if self.method in ("ngram", "suffix") else self.model

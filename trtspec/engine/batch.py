@@ -3,8 +3,8 @@
 As long as the same requests run with the same numbers of rows and drafts, the shapes of a step's tensors and most of
 their contents do not change. A `_Layout` holds those tensors. The tensors that change are preallocated twice, in two
 `_Frame`s that alternate, so that a step in flight keeps its own inputs. The latest layouts are kept: the number of
-drafts often changes from step to step, and few requests have few combinations. `_Members` is what all layouts of the
-same requests share.
+drafts often changes from step to step, and few requests have few combinations. `_Members` is what successive layouts of
+the same requests share.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _check_dynamic(config: SpeculativeConfig, spec_plan: SpeculationPlan, text: 
         raise UnsupportedError(f"is_public_pool={config.is_public_pool} with {text} is not built yet; leave one unset")
     if spec_plan.chooses_draft_len:
         raise UnsupportedError(
-            f"num_speculative_tokens='auto' with {text} is not built yet; set a number, 3 for a start"
+            f"{config.choosing_settings} with {text} is not built yet; {config.fixing_advice}, or leave the tree unset"
         )
     if config.dynamic_tree_max_topK is not None and not spec_plan.mode.drafts_trees():
         raise ConfigError(

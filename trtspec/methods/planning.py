@@ -29,7 +29,6 @@ _BUILT: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "use 1"),
     "rejection_sample_method": ((None, "strict"), "leave it unset for strict acceptance, which loses nothing"),
     "draft_sample_method": ((None, "greedy"), "leave it unset"),
-    "enable_adaptive_verification": ((False,), "leave it unset, or use draft_len_schedule"),
     "acceptance_window": ((None,), "leave it unset, or use max_concurrency"),
 }
 
@@ -123,8 +122,8 @@ def plan_speculation(
         )
     if spec_plan.chooses_draft_len and spec_plan.draft_confidence_threshold is not None:
         raise UnsupportedError(
-            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with num_speculative_tokens='auto' is "
-            "not built yet; leave one of them unset"
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with {config.choosing_settings} is not "
+            f"built yet; leave draft_confidence_threshold unset, or {config.fixing_advice}"
         )
     if spec_plan.tree is not None:
         check_tree(config, spec_plan)
@@ -229,20 +228,27 @@ def check_fields(config: SpeculativeConfig, row: Method) -> None:
 
 
 def _draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
-    """Return K: the user's value, else the one that the method or the checkpoint implies, else that of "auto".
+    """Return K: the user's number, else the one that the method or the checkpoint implies, else that of "auto".
 
     ConfigError if another setting needs a number, or if the checkpoint cannot make K drafts.
     """
     k, implied = config.draft_depth, row.implied_draft_len
-    if _chooses_draft_len(config, row, n_predict):
-        return _most_drafts(config, row, n_predict)
+    chooses = _chooses_draft_len(config, row, n_predict)
+    if chooses and row.auto_draft_len is None:
+        raise UnsupportedError(
+            f"{config.choosing_settings} with method={row.name!r} is not built; {config.fixing_advice}"
+        )
     if k is None:
         k = getattr(config, implied) if isinstance(implied, str) else implied or n_predict
-        if k is None:
+        if k is not None:
+            return k
+        if not chooses:
             raise ConfigError(
                 f"num_speculative_tokens=None and method={row.name!r} implies none; set it, to 3 for a start"
             )
-        return k
+        k = AUTO_DRAFT_LEN
+    if k == AUTO_DRAFT_LEN:
+        return _most_drafts(config, row, n_predict)
     assert isinstance(k, int)
     if n_predict is None or k <= n_predict:
         return k
@@ -275,6 +281,8 @@ _WITH_A_NUMBER = (
 
 def _chooses_draft_len(config: SpeculativeConfig, row: Method, n_predict: int | None) -> bool:
     """Whether the engine chooses the number of drafts: if the user says so, or if nothing says otherwise."""
+    if config.enable_adaptive_verification:
+        return True
     if config.draft_depth is not None:
         return config.draft_depth == AUTO_DRAFT_LEN
     implied = row.implied_draft_len is not None or n_predict is not None or row.of_target
@@ -286,12 +294,9 @@ def _chooses_draft_len(config: SpeculativeConfig, row: Method, n_predict: int | 
 
 
 def _most_drafts(config: SpeculativeConfig, row: Method, n_predict: int | None) -> int:
-    """Return the K of "auto": the most drafts that a step makes. UnsupportedError if the method does not choose."""
+    """Return the K of "auto": the most drafts that a step makes."""
     most = row.auto_draft_len
-    if most is None:
-        raise UnsupportedError(
-            f"num_speculative_tokens='auto' with method={row.name!r} is not built; set a number, to 3 for a start"
-        )
+    assert most is not None
     if n_predict is None:
         return most
     if config.vanilla or row.most_drafts is not None:
