@@ -15,6 +15,7 @@ from rich.console import Console
 
 from examples.demo.__main__ import Mode, table
 from trtspec import LLM, SamplingParams
+from trtspec.bench.adaptive import AGAIN, AUTO, PLAIN, Load, summary
 from trtspec.bench.profile import Clock
 from trtspec.cli import main
 from trtspec.engine.batch import InputBuilder
@@ -105,6 +106,44 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     for name in ("read_gbs", "roofline_ratio", "host_us_per_step", "load_s", "first_token_s", "peak_rss_bytes"):
         assert result[name] > 0, name
     assert result["versions"]["torch"]
+
+
+def test_bench_adaptive_compares_auto_with_each_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, png = tmp_path / "result.json", tmp_path / "result.png"
+    trace = ("--clients", "1", "2", "--temperatures", "0", "1.5", "--fixed", "2", "--answers", "1")
+    shape = ("--input-len", "12", "--output-len", "8", "--repeats", "2", "--backend", "eager")
+    base = ("bench", "adaptive", "--model", TARGET, *trace, *shape)
+    status, out, _ = run(capsys, *base, "--spec-method", "ngram", "--json", str(file), "--png", str(png))
+    assert status == 0
+    assert "output equals plain: yes" in out
+    assert png.read_bytes().startswith(b"\x89PNG")
+    result = strict_json(file)
+    assert result["lossless"] is True
+    assert [(load["clients"], load["temperature"]) for load in result["loads"]] == [(1, 0), (1, 1.5), (2, 0), (2, 1.5)]
+    for load in result["loads"]:
+        assert list(load["speedups"]) == ["K = 2", "auto"]
+        assert min(*load["speedups"].values(), load["auto_over_best"], load["plain_tok_s"], load["null"]) > 0
+        assert load["auto_over_best"] <= load["speedups"]["auto"] + 1e-9  # plain decoding is one of the best
+    assert "bench adaptive measures speculation" in run(capsys, *base)[2]
+    few = tmp_path / "few.jsonl"
+    few.write_text('{"prompt": "def f():"}\n')
+    message = run(capsys, *base, "--spec-method", "ngram", "--prompts", str(few))[2]
+    assert "has 1 prompts, and 2 clients with 1 answers each ask 2" in message
+    assert "--fixed 0: each must be" in run(capsys, *base, "--spec-method", "ngram", "--fixed", "0")[2]
+
+
+def test_a_summary_has_the_best_number_and_the_null() -> None:
+    speeds = {
+        PLAIN: [10.0, 20.0, 40.0],
+        AGAIN: [9.0, 20.0, 44.0],
+        "K = 1": [20.0, 30.0, 40.0],
+        AUTO: [15.0, 30.0, 20.0],
+    }
+    found = summary(Load(8, 0.5, speeds, [0.5, 1.0, 3.0]), ["K = 1"])
+    assert (found["plain_tok_s"], found["drafts_per_token"]) == (20.0, 1.0)
+    assert found["speedups"] == {"K = 1": 1.5, AUTO: 1.5}
+    assert found["auto_over_best"] == 0.75  # of 0.75, 1 and 0.5 times K = 1
+    assert found["null"] == pytest.approx(0.9)
 
 
 def strict_json(file: Path) -> Any:

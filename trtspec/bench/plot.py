@@ -39,6 +39,25 @@ def plot_acceptance(result: dict[str, Any], png: str | Path) -> None:
     save_png(figure, png)
 
 
+def plot_adaptive(result: dict[str, Any], png: str | Path) -> None:
+    """Plot the result of bench_adaptive: for each load, the speed-up of each number of drafts and of "auto"."""
+    loads = result["loads"]
+    figure = new_figure(2 + 1.4 * len(loads), 4)
+    axes = figure.subplots()
+    names = list(loads[0]["speedups"])
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        at = [x + (i - (len(names) - 1) / 2) * width for x in range(len(loads))]
+        axes.bar(at, [load["speedups"][name] for load in loads], width=width, label=name)
+    axes.axhline(1.0, color="black", linewidth=1, label="plain decoding")
+    labels = [f"{load['clients']} client{'s' * (load['clients'] > 1)}\nT = {load['temperature']:g}" for load in loads]
+    axes.set_xticks(range(len(loads)), labels)
+    axes.set_ylabel("tokens per second, over plain decoding's")
+    axes.legend(ncols=len(names) + 1, fontsize="small", loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    axes.grid(alpha=0.3, axis="y")
+    save_png(figure, png)
+
+
 def plot_profile(results: dict[str, dict[str, Any]], png: str | Path) -> None:
     """Plot results of profile_decode by name, a bar for each: microseconds per step by phase."""
     figure = new_figure(8, 1.2 + 0.6 * len(results))

@@ -1,4 +1,4 @@
-"""`trtspec bench decode | acceptance`: the measurements of trtspec.bench as tables, JSON and PNG."""
+"""`trtspec bench decode | acceptance | adaptive`: the measurements of trtspec.bench as tables, JSON and PNG."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from trtspec.bench import bench_acceptance, bench_decode, profile_decode
-from trtspec.bench.plot import plot_acceptance, plot_profile
+from trtspec.bench import bench_acceptance, bench_adaptive, bench_decode, profile_decode
+from trtspec.bench.plot import plot_acceptance, plot_adaptive, plot_profile
 from trtspec.bench.profile import PHASES
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.cli.options import engine_options
@@ -46,6 +46,18 @@ def add_acceptance_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-k", type=int, default=8, help="K = 1 up to this")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy")
     parser.add_argument("--seed", type=int, default=0, help="of sampled requests")
+    _add_prompts_and_outputs(parser)
+
+
+def add_adaptive_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `bench adaptive`."""
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 1], help="one after another, in one trace")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="for each number of clients")
+    parser.add_argument("--fixed", type=int, nargs="+", default=[1, 3], help="numbers of drafts to compare with")
+    parser.add_argument("--answers", type=int, default=2, help="answers of each client")
+    parser.add_argument("--input-len", type=int, default=64, help="tokens per prompt")
+    parser.add_argument("--output-len", type=int, default=96, help="tokens generated per prompt")
+    parser.add_argument("--repeats", type=int, default=3, help="measured repeats, after one that warms up")
     _add_prompts_and_outputs(parser)
 
 
@@ -90,6 +102,50 @@ def run_acceptance(namespace: argparse.Namespace) -> int:
     Console().print(table)
     if namespace.png:
         plot_acceptance(result, namespace.png)
+    _write_json(namespace, result)
+    return 0
+
+
+def run_adaptive(namespace: argparse.Namespace) -> int:
+    """Measure "auto" while the load changes, print a table, and write the JSON and PNG files."""
+    if namespace.speculative_config is None:
+        raise ConfigError("bench adaptive measures speculation; give --spec-method, --spec-model or --spec")
+    _check_positive(namespace, "input_len", "output_len", "answers", "repeats")
+    for name in ("clients", "fixed"):
+        if min(getattr(namespace, name)) < 1:
+            raise RequestError(f"--{name} {' '.join(map(str, getattr(namespace, name)))}: each must be at least 1")
+    namespace.batch = max(namespace.clients) * namespace.answers
+    prompts = make_prompts(namespace)
+    if len(prompts) < namespace.batch:
+        raise RequestError(
+            f"{namespace.prompts} has {len(prompts)} prompts, and {max(namespace.clients)} clients with "
+            f"{namespace.answers} answers each ask {namespace.batch}; give more, or lower --clients or --answers"
+        )
+    with Console(stderr=True).status("") as status:
+        result = bench_adaptive(
+            namespace.model,
+            namespace.speculative_config,
+            prompts,
+            namespace.output_len,
+            namespace.clients,
+            namespace.temperatures,
+            namespace.fixed,
+            namespace.repeats,
+            progress=status.update,
+            **engine_options(namespace),
+        )
+    table = Table(title=f"times plain decoding; output equals plain: {'yes' if result['lossless'] else 'NO'}")
+    headings = ("clients", "T", "plain, tokens/s", *result["loads"][0]["speedups"], "auto / best", "null")
+    for heading in (*headings, "drafts a token"):
+        table.add_column(heading, justify="right")
+    for load in result["loads"]:
+        cells = [str(load["clients"]), f"{load['temperature']:g}", figure(load["plain_tok_s"], 0)]
+        cells += [f"{value:.2f}x" for value in load["speedups"].values()]
+        cells += [f"{load['auto_over_best']:.2f}x", figure(load["null"]), figure(load["drafts_per_token"])]
+        table.add_row(*cells)
+    Console().print(table)
+    if namespace.png:
+        plot_adaptive(result, namespace.png)
     _write_json(namespace, result)
     return 0
 

@@ -29,6 +29,10 @@ COMMANDS = (
         "bench acceptance", "bench", "acceptance length and acceptance per position for K = 1, 2, ...", True,
         "add_acceptance_arguments", "run_acceptance",
     ),
+    _Command(
+        "bench adaptive", "bench", "num_speculative_tokens = auto next to fixed numbers, while the load changes", True,
+        "add_adaptive_arguments", "run_adaptive",
+    ),
     _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
     _Command("convert", "convert", "write a Hugging Face folder of a GGUF file, or of another model", False),
     _Command("cache list", "cache", "the engines that were compiled for checkpoints, and are kept", False),
