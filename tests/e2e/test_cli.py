@@ -15,11 +15,14 @@ from rich.console import Console
 
 from examples.demo.__main__ import Mode, table
 from trtspec import LLM, SamplingParams
-from trtspec.bench.adaptive import AGAIN, AUTO, PLAIN, Load, summary
+from trtspec.bench import adaptive
+from trtspec.bench.adaptive import AGAIN, AUTO, PLAIN, Load, bench_adaptive, summary
 from trtspec.bench.profile import Clock
 from trtspec.cli import main
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.step import StepLoop
+from trtspec.errors import RequestError
+from trtspec.interop.reading import read_speculative_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 TARGET, DRAFT = str(DEMO / "target"), str(DEMO / "draft")
@@ -108,14 +111,27 @@ def test_bench_decode_writes_every_figure(capsys: pytest.CaptureFixture[str], tm
     assert result["versions"]["torch"]
 
 
-def test_bench_adaptive_compares_auto_with_each_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_adaptive_compares_auto_with_each_number(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     file, png = tmp_path / "result.json", tmp_path / "result.png"
     trace = ("--clients", "1", "2", "--temperatures", "0", "1.5", "--fixed", "2", "--answers", "1")
     shape = ("--input-len", "12", "--output-len", "8", "--repeats", "2", "--backend", "eager")
     base = ("bench", "adaptive", "--model", TARGET, *trace, *shape)
-    status, out, _ = run(capsys, *base, "--spec-method", "ngram", "--json", str(file), "--png", str(png))
+    spec = json.dumps({"method": "ngram", "enable_adaptive_verification": True})  # does not apply to the fixed numbers
+    with monkeypatch.context() as patch:
+        wishes: list[Any] = []
+        patch.setattr(
+            adaptive, "LLM", lambda model, wish, **options: wishes.append(wish) or LLM(model, wish, **options)
+        )
+        status, out, _ = run(capsys, *base, "--spec", spec, "--json", str(file), "--png", str(png))
+    assert [wish and read_speculative_config(wish).enable_adaptive_verification for wish in wishes] == [
+        None, None, False, False,
+    ]  # fmt: skip
     assert status == 0
     assert "output equals plain: yes" in out
+    with pytest.raises(RequestError, match="1 prompts for 2 clients; give at least one for each"):
+        bench_adaptive(TARGET, {"method": "ngram"}, [[1]], 4, clients=(2,))
     assert png.read_bytes().startswith(b"\x89PNG")
     result = strict_json(file)
     assert result["lossless"] is True

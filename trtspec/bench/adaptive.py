@@ -14,6 +14,7 @@ from typing import Any
 from trtspec.bench.decode import versions
 from trtspec.config.speculative import AUTO_DRAFT_LEN
 from trtspec.engine.request import Request
+from trtspec.errors import RequestError
 from trtspec.llm import LLM
 from trtspec.sampling_params import SamplingParams
 
@@ -135,17 +136,20 @@ def bench_adaptive(
 ) -> dict[str, Any]:
     """Measure "auto" in a trace: for each number of clients, a load at each temperature. No engine is restarted.
 
-    The speculative_config's own number of drafts is ignored. Prompts are token ids, as many as the most clients or a
-    multiple of that; each client asks as many.
+    The speculative_config's own number of drafts is ignored, and so is enable_adaptive_verification. Prompts are token
+    ids. Each client asks as many of them as there are for each of the most clients.
 
     Returns a JSON-ready dict of the settings and these results: `loads` (`summary` of each), `lossless` (whether every
-    engine gave the tokens of plain decoding), `versions`.
+    engine gave the tokens of plain decoding), `versions`. RequestError if there are fewer prompts than clients.
     """
+    if len(prompts) < max(clients):
+        raise RequestError(f"{len(prompts)} prompts for {max(clients)} clients; give at least one for each")
     options = {"max_batch_size": max(clients), "enable_prefix_caching": False, **engine_options}
     loads = [Load(count, temperature) for count in clients for temperature in temperatures]
     wishes: dict[str, Mapping[str, Any] | None] = {PLAIN: None, AGAIN: None}
-    wishes |= {f"K = {K}": {**speculative_config, "num_speculative_tokens": K} for K in fixed}
-    wishes[AUTO] = {**speculative_config, "num_speculative_tokens": AUTO_DRAFT_LEN}
+    method = {**speculative_config, "enable_adaptive_verification": False}
+    wishes |= {f"K = {K}": {**method, "num_speculative_tokens": K} for K in fixed}
+    wishes[AUTO] = {**method, "num_speculative_tokens": AUTO_DRAFT_LEN}
     with ExitStack() as stack:
         engines = {}
         for name, wish in wishes.items():
