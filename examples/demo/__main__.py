@@ -11,13 +11,14 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.table import Table
 
-from examples.demo.engines import ASSISTANT_K, K, build_missing, speculation_of, target_of
+from examples.demo.engines import ASSISTANT_K, K, built, speculation_of, target_of
 from examples.smollm2.__main__ import model_folder
 from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
@@ -68,7 +69,7 @@ class Show:
     """The contents of a demo.
 
     chat: whether prompts are questions, and answers end where the model ends them. streamed: number of answers that are
-    streamed.
+    streamed; the first one by n-grams if there is still an engine to compile.
     """
 
     modes: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]]
@@ -116,25 +117,21 @@ def main() -> int:
     console = Console()
     show = TINY if args.tiny else _assistant(console)
     modes = [Mode(*of) for name, of in show.modes.items() if name == "plain" or name in args.modes]
-    try:
-        engines = _engines(modes, args.backend, console)
-    except TrtSpecError as error:
-        console.print(str(error), style="bold red")
-        return 1
     temperature = show.temperature if args.temperature is None else args.temperature
     params = SamplingParams(
         temperature=temperature, seed=1, max_tokens=args.max_tokens or show.max_tokens, ignore_eos=not show.chat
     )
-    prompts: list[Any] = [_ids(engines[0], prompt) if show.chat else prompt for prompt in show.prompts]
+    stage = Stage(show, params, console, start)
+    try:
+        engines = _compiled(modes, stage) if args.backend == "aoti" else _op_by_op(modes)
+    except TrtSpecError as error:
+        console.print(str(error), style="bold red")
+        return 1
+    prompts = [_prompt(engines[0], show, prompt) for prompt in show.prompts]
     for llm in engines:  # the first run pays for threads and code paths
         llm.generate(prompts[0], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
-    console.print(f"ready after {time.perf_counter() - start:.0f} s", style="dim", highlight=False)
-
-    console.print(Rule(f"{modes[-1].name}: what it guessed and the target accepted is green"))
-    for text, prompt in zip(show.prompts[: show.streamed], prompts, strict=False):
-        console.print(text, style="bold" if show.chat else "dim", end="\n" * show.chat, highlight=False, markup=False)
-        stream_coloured(engines[-1], prompt, params, console)
-        console.print(Rule(style="dim"))
+    stage.tell("ready")
+    stage.stream(engines[-1], modes[-1].name, show.streamed)
 
     with console.status("the modes take turns"):
         _measure(modes, engines, prompts, params, show.rounds)
@@ -156,24 +153,62 @@ def _assistant(console: Console) -> Show:
     return ASSISTANT
 
 
-def _engines(modes: list[Mode], backend: str, console: Console) -> list[LLM]:
-    if backend == "aoti":
-        folders = build_missing({mode.engine: None for mode in modes}, console)
-        return [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
+@dataclass
+class Stage:
+    """Where answers are streamed. start: time at which the demo began. streamed: number of answers so far."""
+
+    show: Show
+    params: SamplingParams
+    console: Console
+    start: float
+    streamed: int = 0
+
+    def tell(self, what: str) -> None:
+        self.console.print(f"{what} after {time.perf_counter() - self.start:.0f} s", style="dim", highlight=False)
+
+    def stream(self, llm: LLM, name: str, until: int) -> None:
+        """Stream the next answers, until there are `until` of them in all. name: of the mode."""
+        show, console = self.show, self.console
+        console.print(Rule(f"{name}: what it guessed and the target accepted is green"))
+        for text in show.prompts[self.streamed : until]:
+            style, end = ("bold", "\n") if show.chat else ("dim", "")
+            console.print(text, style=style, end=end, highlight=False, markup=False)
+            stream_coloured(llm, _prompt(llm, show, text), self.params, console)
+            console.print(Rule(style="dim"))
+        self.streamed = max(self.streamed, until)
+
+
+def _compiled(modes: list[Mode], stage: Stage) -> list[LLM]:
+    """Return an engine for each mode, compiled if it is missing.
+
+    If others are still being compiled when plain decoding's is ready, that one streams the first answer.
+    """
+    names = list(dict.fromkeys(mode.engine for mode in modes))
+    folders: dict[str, Path] = {}
+    for name, folder, missing in built(names, stage.console):
+        folders[name] = folder
+        if name == modes[0].engine and missing:
+            with LLM(folder, ngram(K), max_batch_size=1) as llm:
+                stage.tell("the first answer begins")
+                stage.stream(llm, "n-gram", 1)
+    return [LLM(folders[mode.engine], mode.speculative_config, max_batch_size=1) for mode in modes]
+
+
+def _op_by_op(modes: list[Mode]) -> list[LLM]:
+    """Return an engine for each mode that runs its checkpoint op by op."""
+    configs = [mode.speculative_config or speculation_of(mode.engine) for mode in modes]
     return [
-        LLM(
-            target_of(mode.engine),
-            mode.speculative_config or speculation_of(mode.engine),
-            backend="eager",
-            max_batch_size=1,
-        )
-        for mode in modes
+        LLM(target_of(mode.engine), config, backend="eager", max_batch_size=1)
+        for mode, config in zip(modes, configs, strict=True)
     ]
 
 
-def _ids(llm: LLM, question: str) -> list[int]:
+def _prompt(llm: LLM, show: Show, text: str) -> str | list[int]:
+    """Return the prompt as `llm` takes it: a question in the model's chat template, as token ids."""
+    if not show.chat:
+        return text
     assert llm.tokenizer is not None
-    return llm.tokenizer.encode_chat([{"role": "user", "content": question}])
+    return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
 
 
 def _measure(modes: list[Mode], engines: list[LLM], prompts: list[Any], params: SamplingParams, rounds: int) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import shutil
-from collections.abc import Collection
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Collection, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,34 @@ def speculation_of(name: str) -> dict[str, Any] | None:
 
 def build_missing(names: Collection[str], console: Console) -> dict[str, Path]:
     """Name -> folder of each of these engines, after all missing or outdated ones are built."""
+    return {name: folder for name, folder, _ in built(names, console)}
+
+
+def built(names: Collection[str], console: Console) -> Iterator[tuple[str, Path, int]]:
+    """Yield the name and the folder of each of these engines as soon as it can be used.
+
+    Missing or outdated ones are built meanwhile, two at a time. The third value is their number at that moment.
+    """
     folders = {name: folder_of(name) for name in names}
     missing = [name for name, folder in folders.items() if not usable(folder)]
-    if missing:
-        with (
-            console.status(f"compiling engines: {', '.join(missing)} (once; each takes half a minute)"),
-            ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool,
-        ):
-            for done in as_completed([pool.submit(build, name, folders[name]) for name in missing]):
-                console.print(f"compiled {done.result()}", style="dim", highlight=False)
-    return folders
+    with ExitStack() as stack:
+        jobs: dict[Future[Path], str] = {}
+        if missing:
+            pool = stack.enter_context(ProcessPoolExecutor(2, multiprocessing.get_context("spawn")))
+            jobs = {pool.submit(build, name, folders[name]): name for name in missing}
+        yield from ((name, folder, len(jobs)) for name, folder in folders.items() if name not in missing)
+        while jobs:
+            with console.status(f"compiling engines: {', '.join(jobs.values())} (once; a minute or two)"):
+                done, _ = wait(jobs, return_when=FIRST_COMPLETED)
+            for job in done:
+                console.print(f"compiled {job.result()}", style="dim", highlight=False)
+                yield jobs.pop(job), job.result(), len(jobs)
 
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine and return its folder. Runs in a process of its own, as compilers keep two cores busy."""
     build_engine(target_of(name), folder, read_speculative_config(speculation_of(name)), CONFIG, replace_existing=True)
-    for outdated in set(FOLDER.glob(f"{name}-*")) - {folder}:
+    for outdated in set(folder.parent.glob(f"{name}-*")) - {folder}:
         shutil.rmtree(outdated)
     return folder
 

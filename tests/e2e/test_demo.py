@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
+from examples.demo import engines
 from trtspec import LLM, SamplingParams
 from trtspec.train.data import standard_library
 
@@ -148,3 +150,17 @@ def test_the_demo_runs_and_finds_every_mode_lossless(temperature: str, modes: li
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("yes") == 1 + len(modes)  # plain decoding and each mode equal plain decoding
+
+
+@pytest.mark.long
+def test_engines_can_be_used_as_soon_as_each_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "FOLDER", tmp_path)
+    (tmp_path / "plain-outdated").mkdir()
+    names, console = ["medusa", "plain"], Console(quiet=True)
+    first = list(engines.built(names, console))
+    assert sorted(name for name, _, _ in first) == names
+    assert [missing for _, _, missing in first] == [1, 0]
+    assert {folder for _, folder, _ in first} == set(tmp_path.iterdir()), "the outdated one is deleted"
+    again = list(engines.built(names, console))
+    assert again == [(name, engines.folder_of(name), 0) for name in names]
+    assert sorted(again) == sorted((name, folder, 0) for name, folder, _ in first)
