@@ -185,7 +185,7 @@ def test_its_own_choices_do_too(
         again = DraftLength(table, chooser.most)
         for call, asked, answer in chooser.trace:
             assert getattr(again, call)(*asked) == answer
-        assert {call for call, _, _ in chooser.trace} == {"make", "verify", "observe", "forget"}
+        assert {call for call, _, _ in chooser.trace} == {"make", "verify", "observe", "time", "forget"}
         offers = [offer for call, asked, _ in chooser.trace if call == "verify" for offer in asked[0]]
         scored = mode in ("draft inside", "eagle3, two engines")
         assert all(len(offer.scores) == scored * offer.length for offer in offers)

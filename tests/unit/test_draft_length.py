@@ -58,9 +58,19 @@ class Phase:
         return self.tokens / self.time
 
 
-def simulate(chooser: DraftLength | int, phases: Sequence[Phase], times: StepCosts, seed: int = 0) -> list[Phase]:
-    """Run the phases one after the other. chooser: an int is a fixed number of drafts."""
-    rng = random.Random(seed)
+def simulate(
+    chooser: DraftLength | int,
+    phases: Sequence[Phase],
+    times: StepCosts,
+    seed: int = 0,
+    clock: Callable[[int, float], float] | None = None,
+) -> list[Phase]:
+    """Run the phases one after the other.
+
+    chooser: an int is a fixed number of drafts. clock: (number of the step, its time) -> what the chooser is told that
+    it took; None = it is told nothing.
+    """
+    rng, number = random.Random(seed), 0
     for phase in phases:
         batch, ids = phase.batch, list(range(phase.batch))
         phase.verified = [Counter() for _ in ids]
@@ -68,7 +78,8 @@ def simulate(chooser: DraftLength | int, phases: Sequence[Phase], times: StepCos
         for _ in range(phase.steps):
             made = chooser if isinstance(chooser, int) else chooser.make([(i, K) for i in ids], batch)
             graph = min(length for length in LENGTHS if length >= max(made, *drafts))
-            phase.time += times.curve(graph, batch, K)[sum(drafts)]
+            took = times.curve(graph, batch, K)[sum(drafts)]
+            phase.time += took
             outcomes = []
             for i in ids:
                 accepted = 0
@@ -82,7 +93,10 @@ def simulate(chooser: DraftLength | int, phases: Sequence[Phase], times: StepCos
                 drafts = [made] * batch
             else:
                 chooser.observe(outcomes)
+                if clock is not None:
+                    chooser.time(drafts, clock(number, took))
                 drafts = chooser.verify([Offer(i, made) for i in ids], batch)
+            number += 1
     return list(phases)
 
 

@@ -26,6 +26,7 @@ from trtspec.engine.core import EngineCore
 from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.hidden_states import HiddenStateCollector, ShardWriter
 from trtspec.engine.limits import LogitLimits
+from trtspec.engine.observed_costs import ObservedCosts
 from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.row_states import RowStates
@@ -133,7 +134,8 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     )
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
-        loop.proposer.chooser = DraftLength(_step_costs(context, loaded[0], drafter, num_blocks, forced), N)
+        measured = _step_costs(context, loaded[0], drafter, num_blocks, forced)
+        loop.proposer.chooser = DraftLength(ObservedCosts(measured.cells), N)
     return EngineCore(
         loop,
         target,

@@ -5,19 +5,19 @@ of its drafts each request verifies. Both maximise the expected tokens per secon
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
 Where draft layers score their drafts, `verify` goes by the scores. `make` expects chances to differ as they did lately.
 
-Decisions follow from calls alone, never from a clock. So a recorded trace gives the same decisions again.
+Decisions follow from calls alone, and `time` is one of them. So a recorded trace gives the same decisions again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
+from itertools import accumulate, chain
 from operator import mul
 from typing import Any, NamedTuple
 
 from trtspec.engine.draft_chances import Counts
-from trtspec.engine.draft_scores import HIGHEST, DraftScores
+from trtspec.engine.draft_scores import HIGHEST, DraftScores, Level, levels_of
 from trtspec.engine.step_costs import StepCosts
 
 DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
@@ -152,7 +152,10 @@ class DraftLength:
         """
         pairs = [(self._of(request_id), limit) for request_id, limit in limits]
         self._last_offers = None
-        self.made = self._make(pairs, batch)
+        made, tried = self._make(pairs, batch), self.costs.tries(batch)
+        if tried is not None and any(limit for _, limit in pairs):
+            made = 0 if tried else made or self.costs.draft_lens[not self.looks_up]
+        self.made = made
         self._record("make", (list(limits), batch), self.made)
         return self.made
 
@@ -191,6 +194,16 @@ class DraftLength:
         )
         return lengths
 
+    def time(self, verified: Sequence[int], seconds: float) -> None:
+        """Note how long the step of the last `make` took. It had no context rows.
+
+        verified: the number of drafts that each request of the batch verified.
+        """
+        made = self._graph(max(self.made, *verified))
+        if self.costs.observe(made, len(verified), self.most, sum(verified), seconds):
+            self._last_asked = (), 0
+        self._record("time", (list(verified), seconds), None)
+
     def forget(self, request_id: int) -> None:
         """Drop what is known of a request that has ended."""
         self._requests.pop(request_id, None)
@@ -214,7 +227,7 @@ class DraftLength:
         # a rest is as good as over if the batch has become smaller
         chances = [[] if known.rest and batch >= known.rest_batch else known.chances[:limit] for known, limit in pairs]
         spread = self._scores.spread
-        levels = _levels(chances, spread) if spread else []
+        levels = levels_of(chances, spread) if spread else []
         found = {
             made: self._best_of_levels(made, batch, levels[:made])
             if spread
@@ -297,10 +310,14 @@ class DraftLength:
             least = 0.0  # all of them: a batch whose shapes do not change costs the host less
         for known, count in pairs:
             known.offered = known.offered or count > 0
-        return [
+        lengths = [
             count if known.probe > 1 else sum([chance >= least for chance in one])
             for (known, count), one in zip(pairs, chances, strict=True)
         ]
+        tried = self.costs.tries(batch)
+        if tried:
+            return [0] * len(lengths)
+        return lengths if tried is None or any(lengths) else [count for _, count in pairs]
 
     def _best(self, made: int, batch: int, chances: Sequence[Sequence[float]]) -> tuple[float, float]:
         """Largest expected tokens per second, and the least chance of a draft that is verified then.
@@ -318,7 +335,7 @@ class DraftLength:
                 best, least = tokens / seconds, chance
         return best, least
 
-    def _best_of_levels(self, made: int, batch: int, levels: Sequence[_Level]) -> tuple[float, float]:
+    def _best_of_levels(self, made: int, batch: int, levels: Sequence[Level]) -> tuple[float, float]:
         """As `_best`, before the scores of the drafts are known. levels: those of each position."""
         curve = self.costs.curve(made, batch, self.most)
         tokens, rows = float(batch), 0.0
@@ -381,17 +398,3 @@ class DraftLength:
     def _record(self, call: str, asked: tuple[Any, ...], answer: object) -> None:
         if self.trace is not None:
             self.trace.append((call, asked, answer))
-
-
-_Level = list[tuple[float, float]]
-"""Chances of the drafts at one position, and how many drafts have each."""
-
-
-def _levels(chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]]) -> list[_Level]:
-    """The drafts of all requests, by position, as far apart as scores will tell them. chances: of each request."""
-    found: list[_Level] = []
-    for j, ratios in zip(range(max(map(len, chances))), chain(spread, repeat(spread[-1])), strict=False):
-        own = [one[j] for one in chances if len(one) > j]
-        mean = sum(own) / len(own)
-        found.append([(min(mean * ratio, HIGHEST), len(own) / len(ratios)) for ratio in ratios])
-    return found

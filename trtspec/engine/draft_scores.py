@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise, repeat
 
 BINS = 10  # of scores, from 0 to 1
 DECAY = 0.995  # of a bin's counts, for each draft in it that is verified
@@ -56,3 +56,17 @@ def _parts(ordered: Sequence[float]) -> tuple[float, ...]:
         return (1.0,) * PARTS
     bounds = [count * part // PARTS for part in range(PARTS + 1)]
     return tuple(sum(ordered[low:high]) / (high - low) / mean for low, high in pairwise(bounds))
+
+
+Level = list[tuple[float, float]]
+"""Chances of the drafts at one position, and how many drafts have each."""
+
+
+def levels_of(chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]]) -> list[Level]:
+    """The drafts of all requests, by position, as far apart as scores will tell them. chances: of each request."""
+    found: list[Level] = []
+    for j, ratios in zip(range(max(map(len, chances))), chain(spread, repeat(spread[-1])), strict=False):
+        own = [one[j] for one in chances if len(one) > j]
+        mean = sum(own) / len(own)
+        found.append([(min(mean * ratio, HIGHEST), len(own) / len(ratios)) for ratio in ratios])
+    return found

@@ -14,6 +14,7 @@ longer than a loop over a short list.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import chain
@@ -159,11 +160,13 @@ class SteadyLoop(IsolatedLoop):
 
     def step(self) -> list[Emission]:
         """Run one step of every request that can run."""
+        began = time.perf_counter()
         emissions = None if self.steady is None else self.repeat(self.steady)
         if emissions is None:
             self.settle()
             emissions = super().step()
             self.begin(self._launched)
+        self.note_time(emissions, time.perf_counter() - began)
         return emissions
 
     def launch(self, batch: Batch) -> StepOutputs:

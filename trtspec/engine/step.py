@@ -118,6 +118,12 @@ class StepLoop:
             found = [outcomes_of(e.request, e.draft_len, e.num_drafts + e.num_past_end) for e in going_on]
             self.proposer.chooser.observe(list(itertools.chain.from_iterable(found)))
 
+    def note_time(self, emissions: Sequence[Emission], seconds: float) -> None:
+        """Tell the chooser of draft lengths, if there is one, how long a step without context rows took."""
+        chooser = self.proposer.chooser
+        if chooser is not None and emissions and not any(one.is_context for one in emissions):
+            chooser.time([one.draft_len for one in emissions], seconds)
+
     @property
     def has_work(self) -> bool:
         """False: there is no request, and no step is in flight."""

@@ -36,6 +36,7 @@ class StepCosts:
     def __init__(self, cells: Sequence[Cell]) -> None:
         self.cells = tuple(cells)
         self.draft_lens = tuple(sorted({cell.made for cell in cells}))
+        self.batch_sizes = tuple(sorted({cell.batch for cell in cells}))
         self._points: dict[int, dict[int, _Line]] = {}
         more: dict[int, _Line] = {}
         for made in reversed(self.draft_lens):
@@ -49,11 +50,9 @@ class StepCosts:
         """
         key = (made, batch, longest)
         if key not in self._curves:
-            points = self._points[made]
-            sizes = sorted(points)
-            at = min(bisect.bisect_left(sizes, batch), len(sizes) - 1)
-            high = sizes[at]
-            low = sizes[max(at - 1, 0)] if high > batch else high
+            points, sizes = self._points[made], self.batch_sizes
+            high = self.size_for(batch)
+            low = sizes[max(sizes.index(high) - 1, 0)] if high > batch else high
             part = (batch - low) / (high - low) if high > low else 0.0
             scale = max(batch / high, 1.0)
             curve = []
@@ -62,6 +61,19 @@ class StepCosts:
                 curve.append((below + (above - below) * part) * scale)
             self._curves[key] = curve
         return self._curves[key]
+
+    def size_for(self, batch: int) -> int:
+        """The smallest batch that was measured and is not smaller than this one, else the largest."""
+        sizes = self.batch_sizes
+        return sizes[min(bisect.bisect_left(sizes, batch), len(sizes) - 1)]
+
+    def observe(self, made: int, batch: int, longest: int, verified: int, seconds: float) -> bool:
+        """Note how long a step took; return whether that changed the costs. These costs never change."""
+        return False
+
+    def tries(self, batch: int) -> bool | None:
+        """Kind of step to be tried for its time alone. These costs ask for none."""
+        return None
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the cells as plain data."""
