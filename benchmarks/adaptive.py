@@ -2,6 +2,7 @@
 
     python benchmarks/adaptive.py demo
     python benchmarks/adaptive.py assistant --clients 1 4 8 1 --fixed 1 3 --method eagle3 --repeats 7
+    python benchmarks/adaptive.py demo --clients 1 8 --fixed 3 --disturbed 0.2 2.5
 
 A trace has two loads for each number of clients. In "code" they ask for code, greedily. In "random" the temperature is
 so high that text is hard to guess. `trtspec bench adaptive` is the same for any model, and trtspec/bench/adaptive.py
@@ -9,6 +10,9 @@ says how it measures. A second engine of plain decoding gives the null: how far 
 
 The table has medians of ratios of tokens per second, prompts included. "auto / best" is against the fixed number of
 drafts, 0 included, that is best in that load. "null" is the lower quartile of plain / plain. Texts are checked.
+
+--disturbed adds engines that begin with wrong step times: what drafts add to a plain step is that many times as long.
+One of them corrects the times by those of its steps, as every engine does. The other one keeps them.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,8 @@ from examples.smollm2.__main__ import model_folder
 from trtspec import LLM
 from trtspec.bench.adaptive import Load, run_trace, summary
 from trtspec.engine.draft_length import DraftLength
+from trtspec.engine.observed_costs import ObservedCosts
+from trtspec.engine.step_costs import Cell, StepCosts
 from trtspec.ops import load_plugins
 
 RANDOM = 1.8
@@ -48,6 +55,22 @@ def speculation(model: str, method: str, K: Any) -> dict[str, Any]:
     return {**config, "model": str(HERE / "eagle3")} if model == "demo" and "model" in config else config
 
 
+def chooser_of(llm: LLM) -> DraftLength:
+    """The part of an engine that chooses numbers of drafts."""
+    chooser = llm.engine.loop.proposer.chooser
+    assert isinstance(chooser, DraftLength)
+    return chooser
+
+
+def disturbed_cells(costs: StepCosts, factor: float) -> list[Cell]:
+    """The cells of `costs`, where what drafts add to a plain step takes `factor` times as long."""
+    plain = {cell.batch: cell.seconds for cell in costs.cells if not cell.made and not cell.verified}
+    return [
+        replace(cell, seconds=plain[cell.batch] + factor * max(cell.seconds - plain[cell.batch], 0.0))
+        for cell in costs.cells
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=("demo", "assistant"))
@@ -57,6 +80,7 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=2, help="answers of each client in a load")
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--disturbed", type=float, nargs="*", default=[], metavar="FACTOR", help="wrong step times")
     parser.add_argument("--work", type=Path, default=Path("runs/adaptive"))
     parser.add_argument("--json", type=Path, help="raw rows")
     args = parser.parse_args()
@@ -71,17 +95,25 @@ def main() -> int:
     wishes: dict[str, dict[str, Any] | None] = {"plain": None, "plain again": None}
     wishes |= {f"K = {K}": speculation(args.model, args.method, K) for K in args.fixed}
     wishes["auto"] = speculation(args.model, args.method, "auto")
+    kinds: dict[str, type[StepCosts]] = {"corrected": ObservedCosts, "kept": StepCosts}
+    disturbed = {f"times {factor:g} {kind}": (factor, kind) for factor in args.disturbed for kind in kinds}
+    wishes |= dict.fromkeys(disturbed, wishes["auto"])
     loads = [Load(clients, temperature) for clients in args.clients for temperature in (0.0, RANDOM)]
     with ExitStack() as stack:
         engines: dict[str, LLM] = {}
         for name, wish in wishes.items():
             inside = wish if args.method == "eagle3" else None
-            slug = f"{args.model}-{args.method if inside else 'plain'}-{name.split()[-1] if inside else ''}"
+            K = inside["num_speculative_tokens"] if inside else ""
+            slug = f"{args.model}-{args.method if inside else 'plain'}-{K}"
             folder = shop.engine(slug, checkpoint, inside, **limits)
             report(f"loading {name}")
             lookup = None if inside else wish
             llm = LLM(folder, lookup, generation_config="off", enable_prefix_caching=False)
             engines[name] = stack.enter_context(llm)
+            if name in disturbed:
+                factor, kind = disturbed[name]
+                chooser = chooser_of(llm)
+                chooser.costs = kinds[kind](disturbed_cells(chooser.costs, factor))
         tokenizer = engines["plain"].tokenizer
         assert tokenizer is not None
         most = max(args.clients) * args.answers
@@ -91,10 +123,8 @@ def main() -> int:
             else prompts_of("HumanEval", tokenizer, most)
         )
         different = run_trace(engines, loads, asked, args.max_tokens, args.repeats, report)
-        chooser = engines["auto"].engine.loop.proposer.chooser
-        assert isinstance(chooser, DraftLength)
-        cells = chooser.costs.to_json()
-    rows = [summary(load, [f"K = {K}" for K in args.fixed]) for load in loads]
+        cells = chooser_of(engines["auto"]).costs.to_json()
+    rows = [summary(load, [f"K = {K}" for K in args.fixed], list(disturbed)) for load in loads]
     show(rows)
     facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/adaptive.py", sys.argv[1:])}
     print("\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))

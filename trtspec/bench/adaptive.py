@@ -99,10 +99,11 @@ def run_trace(
     return different
 
 
-def summary(load: Load, fixed: Sequence[str]) -> dict[str, Any]:
+def summary(load: Load, fixed: Sequence[str], others: Sequence[str] = ()) -> dict[str, Any]:
     """Medians over the repeats.
 
-    fixed: names of the engines with a fixed number of drafts. The dict has the load's clients and temperature, and:
+    fixed: names of the engines with a fixed number of drafts. others: further names, whose speed-ups are wanted. The
+    dict has the load's clients and temperature, and:
     - plain_tok_s: tokens per second of plain decoding.
     - speedups: of each other engine, the ratio to plain decoding.
     - auto_over_best: ratio to the best fixed number, 0 included.
@@ -115,7 +116,7 @@ def summary(load: Load, fixed: Sequence[str]) -> dict[str, Any]:
         "clients": load.clients,
         "temperature": load.temperature,
         "plain_tok_s": statistics.median(load.speeds[PLAIN]),
-        "speedups": {name: statistics.median(load.ratios(name, PLAIN)) for name in (*fixed, AUTO)},
+        "speedups": {name: statistics.median(load.ratios(name, PLAIN)) for name in (*fixed, AUTO, *others)},
         "auto_over_best": statistics.median(load.ratios(AUTO, best)),
         "null": statistics.quantiles(null, n=4)[0] if len(null) > 1 else None,
         "drafts_per_token": statistics.median(load.drafts_per_token),
