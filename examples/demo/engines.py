@@ -16,7 +16,7 @@ from rich.console import Console
 from examples.smollm2.__main__ import HEAD, MODEL
 from trtspec.build.build import build_engine
 from trtspec.build.engine_folder import EngineFolder
-from trtspec.build.sources import engine_digest
+from trtspec.build.sources import DIGITS, engine_digest
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError
 from trtspec.interop.reading import read_speculative_config
@@ -77,7 +77,8 @@ def built(names: Collection[str], console: Console) -> Iterator[tuple[str, Path,
     with ExitStack() as stack:
         jobs: dict[Future[Path], str] = {}
         if missing:
-            pool = stack.enter_context(ProcessPoolExecutor(2, multiprocessing.get_context("spawn")))
+            pool = ProcessPoolExecutor(2, multiprocessing.get_context("spawn"))
+            stack.callback(pool.shutdown, cancel_futures=True)
             jobs = {pool.submit(build, name, folders[name]): name for name in missing}
         yield from ((name, folder, len(jobs)) for name, folder in folders.items() if name not in missing)
         while jobs:
@@ -85,13 +86,13 @@ def built(names: Collection[str], console: Console) -> Iterator[tuple[str, Path,
                 done, _ = wait(jobs, return_when=FIRST_COMPLETED)
             for job in done:
                 console.print(f"compiled {job.result()}", style="dim", highlight=False)
-                yield jobs.pop(job), job.result(), len(jobs)
+                yield jobs.pop(job), job.result(), sum(not other.done() for other in jobs)
 
 
 def build(name: str, folder: Path) -> Path:
     """Compile one engine and return its folder. Runs in a process of its own, as compilers keep two cores busy."""
     build_engine(target_of(name), folder, read_speculative_config(speculation_of(name)), CONFIG, replace_existing=True)
-    for outdated in set(folder.parent.glob(f"{name}-*")) - {folder}:
+    for outdated in set(folder.parent.glob(f"{name}-{'?' * DIGITS}")) - {folder}:
         shutil.rmtree(outdated)
     return folder
 

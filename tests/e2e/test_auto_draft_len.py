@@ -26,7 +26,8 @@ from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.engine import EngineConfig
 from trtspec.core import StepInputs, StepOutputs
 from trtspec.engine import propose
-from trtspec.engine.draft_length import DraftLength, Offer
+from trtspec.engine.draft_chances import Offer
+from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.request import Request
 from trtspec.engine.steady import SteadyLoop
 from trtspec.engine.step_costs import Cell, StepCosts

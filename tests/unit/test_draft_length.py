@@ -16,7 +16,8 @@ from operator import mul
 import pytest
 
 from trtspec.engine import draft_length
-from trtspec.engine.draft_length import DraftLength, Offer, Outcome
+from trtspec.engine.draft_chances import Offer, Outcome
+from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.step_costs import Cell, StepCosts
 
 K = 5

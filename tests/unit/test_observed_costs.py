@@ -9,9 +9,11 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.test_draft_length import REAL, K, Phase, simulate
+from trtspec.engine import observed_costs
 from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.observed_costs import ObservedCosts
 from trtspec.engine.step_costs import Cell, StepCosts
+from trtspec.errors import CheckpointError
 
 
 def disturbed(factor: float) -> list[Cell]:
@@ -71,7 +73,7 @@ def test_right_times_stay_as_they_are(slow: Callable[[int], float]) -> None:
 def test_the_factor_is_on_what_drafts_add() -> None:
     costs = ObservedCosts(REAL.cells)
     for _ in range(20):
-        for made, verified in ((0, 0), (3, 24)):
+        for made, verified in ((0, 0), (3, 24), (3, 24)):
             plain, measured = REAL.curve(0, 8, K)[0], REAL.curve(made, 8, K)[verified]
             costs.observe(made, 8, K, verified, 7 * (plain + 1.6 * (measured - plain)))  # a slower machine, too
     plain = REAL.curve(0, 8, K)[0]
@@ -96,6 +98,27 @@ def test_each_kind_of_step_is_tried_now_and_then() -> None:
     assert again.made == {0: 3000}, "without a clock, nothing is tried that could not pay"
 
 
+def test_a_try_ends_though_no_step_is_timed() -> None:
+    """Steps with context rows are not timed. While prompts come one after the other, plain steps must not go on."""
+    chooser = DraftLength(ObservedCosts(REAL.cells), K)
+    simulate(chooser, [Phase(1, lambda request: 0.95, steps=observed_costs.GAPS[True] + 2)], REAL, clock=noisy())
+    assert chooser.costs.tries(1)
+    made = [chooser.make([(0, K)], 1) for _ in range(observed_costs.ATTEMPTS + 5)]
+    assert made[0] == 0
+    assert min(made[observed_costs.ATTEMPTS :]) > 0
+
+
+def test_the_first_drafts_after_a_plain_step_do_not_count() -> None:
+    """A draft model then reads what it has missed."""
+    costs = ObservedCosts(REAL.cells)
+    for _ in range(100):
+        costs.observe(0, 8, K, 0, REAL.curve(0, 8, K)[0])
+        assert not costs.observe(3, 8, K, 24, 9 * REAL.curve(3, 8, K)[24])
+    for _ in range(9):
+        costs.observe(3, 8, K, 24, 9 * REAL.curve(3, 8, K)[24])
+    assert costs.curve(3, 8, K)[24] > 2 * REAL.curve(3, 8, K)[24]
+
+
 def test_a_trace_with_times_gives_the_same_decisions() -> None:
     first, second = (DraftLength(ObservedCosts(disturbed(0.2)), K) for _ in range(2))
     first.trace = []
@@ -103,3 +126,9 @@ def test_a_trace_with_times_gives_the_same_decisions() -> None:
     assert any(call == "time" for call, _, _ in first.trace)
     for call, asked, answer in first.trace:
         assert getattr(second, call)(*asked) == answer
+
+
+def test_an_incomplete_table_is_refused() -> None:
+    """Else a batch would ask for a size that was not measured with its number of drafts."""
+    with pytest.raises(CheckpointError, match="not measured with every number of drafts"):
+        StepCosts.from_json([*REAL.to_json(), {**REAL.to_json()[0], "made": 7}])

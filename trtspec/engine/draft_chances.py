@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 LARGEST_UNIT = 1e100
+
+
+class Outcome(NamedTuple):
+    """A request's part of a step that verified drafts. source: its id, or ~id if its grammar made the drafts."""
+
+    source: int
+    verified: int
+    accepted: int
+
+
+class Offer(NamedTuple):
+    """Drafts of a request that the next launch may verify.
+
+    source: as in Outcome. length: number of drafts. scores: [length], the probability that the draft layers give each
+    draft after those before it; () = not known.
+    """
+
+    source: int
+    length: int
+    scores: Sequence[float] = ()
 
 
 class Counts:

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
-from trtspec.engine.draft_chances import Counts
+from trtspec.engine.draft_chances import Counts, Offer, Outcome
 from trtspec.engine.draft_scores import HIGHEST, DraftScores, Level, levels_of
 from trtspec.engine.step_costs import StepCosts
 
@@ -36,26 +36,6 @@ LONGEST_REST = 64  # ... up to this
 ATTEMPTS = 0.01  # share of the time that attempts may take: rests are longer where it takes more
 RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
 RATIO_WEIGHT = 4.0  # number of accepted drafts, as many as expected, that a request begins with
-
-
-class Outcome(NamedTuple):
-    """A request's part of a step that verified drafts. source: its id, or ~id if its grammar made the drafts."""
-
-    source: int
-    verified: int
-    accepted: int
-
-
-class Offer(NamedTuple):
-    """Drafts of a request that the next launch may verify.
-
-    source: as in Outcome. length: number of drafts. scores: [length], the probability that the draft layers give each
-    draft after those before it; () = not known.
-    """
-
-    source: int
-    length: int
-    scores: Sequence[float] = ()
 
 
 @dataclass
@@ -117,7 +97,8 @@ class DraftLength:
     def __init__(self, costs: StepCosts, most: int) -> None:
         self.costs = costs
         self.most = most
-        self.made = 0  # the last decision of make
+        self.made = 0  # the last decision of make ...
+        self._preferred = 0  # ... and of the last launch that was not made to see how long it takes
         self.trace: list[tuple[str, tuple[Any, ...], object]] | None = None  # calls and results; None: not recorded
         self._last_asked: tuple[tuple[int, ...], int] = (), 0  # arguments and result of _could_pay
         self._last_answer = False
@@ -152,10 +133,15 @@ class DraftLength:
         """
         pairs = [(self._of(request_id), limit) for request_id, limit in limits]
         self._last_offers = None
-        made, tried = self._make(pairs, batch), self.costs.tries(batch)
-        if tried is not None and any(limit for _, limit in pairs):
-            made = 0 if tried else made or self.costs.draft_lens[not self.looks_up]
-        self.made = made
+        tried = self.costs.tries(batch) if any(limit for _, limit in pairs) else None
+        if tried:
+            self.made = 0  # and nobody's rest goes on
+        else:
+            self.made = self._preferred = self._make(pairs, batch)
+            if tried is False and not self.made:
+                self.made = self.costs.draft_lens[not self.looks_up]
+        if tried is not None:
+            self.costs.count_try(batch)
         self._record("make", (list(limits), batch), self.made)
         return self.made
 
@@ -248,7 +234,7 @@ class DraftLength:
         return best or (self.costs.draft_lens[1] if probes else 0)
 
     def _bonus(self, made: int) -> float:
-        return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self.made)
+        return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self._preferred)
 
     def _wake(self, knowns: Sequence[_Known], could_pay: bool) -> None:
         """Count a step of each attempt and each rest. Where a rest is over, those of others that are half over end too.
@@ -299,6 +285,9 @@ class DraftLength:
         return next((made for made in self.costs.draft_lens if made >= most), self.costs.draft_lens[-1])
 
     def _verify(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> list[int]:
+        tried = self.costs.tries(batch)
+        if tried:
+            return [0] * len(pairs)
         chances = [
             [] if known.rest else [*accumulate(known.expected, mul)] if known.expected else known.chances[:count]
             for known, count in pairs
@@ -314,9 +303,6 @@ class DraftLength:
             count if known.probe > 1 else sum([chance >= least for chance in one])
             for (known, count), one in zip(pairs, chances, strict=True)
         ]
-        tried = self.costs.tries(batch)
-        if tried:
-            return [0] * len(lengths)
         return lengths if tried is None or any(lengths) else [count for _, count in pairs]
 
     def _best(self, made: int, batch: int, chances: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trtspec.config.tree import Tree
-from trtspec.engine.draft_length import Outcome
+from trtspec.engine.draft_chances import Outcome
 from trtspec.engine.request import Request
 
 

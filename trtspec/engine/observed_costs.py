@@ -17,7 +17,8 @@ PRIOR = 0.25  # what the measured times count for, in steps with drafts that tak
 FARTHEST = 3.0  # how far a single step may be from what was measured
 STEP = 0.1  # factors are e to a multiple of this; smaller differences are noise
 MOST = 16  # of these multiples
-SAMPLES = 3  # steps of a kind that is tried only to see how long it takes
+SAMPLES = 3  # steps of a kind that is tried only to see how long it takes ...
+ATTEMPTS = 12  # ... in at most so many launches, as not every step is timed
 GAPS = {True: 32, False: 64}  # steps without plain ones, or without drafts, after which these are tried so ...
 LONGEST_GAP = 2048  # ... four times as many each time, up to this
 
@@ -51,6 +52,10 @@ class ObservedCosts(StepCosts):
         """Kind of step that is to be tried now, to see how long it takes: True = plain, False = with drafts."""
         return self._observed[self.size_for(batch)].tried
 
+    def count_try(self, batch: int) -> None:
+        """Count a launch of the kind that `tries` names."""
+        self._observed[self.size_for(batch)].count_try()
+
     def observe(self, made: int, batch: int, longest: int, verified: int, seconds: float) -> bool:
         """Note that a step took so long; return whether that changed the costs.
 
@@ -78,15 +83,22 @@ class _Observed:
         self.steps = 0  # the correction: multiples of STEP in the factor's logarithm
         self.tried: bool | None = None  # kind that is wanted only to see how long it takes
         self._sums = 0.0, 0.0  # of least squares: the factor is the first over the second
-        self._since = {True: RECENT, False: 0}  # steps since the last one of each kind
+        self._last_kind = True
+        self._since = {True: 0, False: 0}  # steps since the last one of each kind
         self._gaps = dict(GAPS)
-        self._missing = 0  # steps of the kind `tried`
+        self._missing = 0  # steps of the kind `tried` ...
+        self._attempts = 0  # ... and launches that are left for them
 
     def see(self, took: float, more: float | None) -> None:
         """Note a step. Steps with drafts count where there were plain steps lately, to compare them with.
 
-        more: what was measured, less 1; None = a plain step.
+        The first one after a plain step does not count, as a draft model then reads all that it has missed. more: what
+        was measured, less 1; None = a plain step.
         """
+        kind, before = more is None, self._last_kind
+        self._last_kind = kind
+        if not kind and before:
+            return
         if more is None:
             if self._since[True] >= RECENT:
                 self.plain.clear()
@@ -96,7 +108,7 @@ class _Observed:
             found = took / statistics.median(self.plain) - 1
             found = min(max(found, more * (1 - FARTHEST)), more * (1 + FARTHEST))
             self._add(found * more, more * more, DECAY)
-        self._choose(more is None)
+        self._choose(kind)
 
     def _add(self, product: float, square: float, decay: float) -> None:
         first, second = self._sums
@@ -105,6 +117,12 @@ class _Observed:
         wanted = math.log(max(factor, 0.01)) / STEP
         if abs(wanted - self.steps) > 0.75:  # else a factor between two multiples changes with every step
             self.steps = min(max(round(wanted), -MOST), MOST)
+
+    def count_try(self) -> None:
+        """Count a launch of the kind that is tried, and give up after ATTEMPTS."""
+        self._attempts -= 1
+        if self._attempts <= 0:
+            self.tried = None
 
     def _choose(self, kind: bool) -> None:
         """Note the kind of a step, and choose what to try."""
@@ -115,5 +133,5 @@ class _Observed:
             self._missing -= 1
             self.tried = kind if self._missing else None
         elif self.tried is None and self._since[other] >= self._gaps[other]:
-            self.tried, self._missing = other, SAMPLES
+            self.tried, self._missing, self._attempts = other, SAMPLES, ATTEMPTS
             self._gaps[other] = min(4 * self._gaps[other], LONGEST_GAP)

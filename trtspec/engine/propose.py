@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trtspec.config.speculation_plan import SpeculationPlan, draft_len_for_batch
 from trtspec.config.tree import node_depths
-from trtspec.engine.draft_length import DraftLength, Offer
+from trtspec.engine.draft_chances import Offer
+from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.guided_drafts import draft_source, follow_grammar
 from trtspec.engine.proposal_checks import checked_proposal
 from trtspec.engine.request import Request

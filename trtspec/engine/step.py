@@ -119,9 +119,12 @@ class StepLoop:
             self.proposer.chooser.observe(list(itertools.chain.from_iterable(found)))
 
     def note_time(self, emissions: Sequence[Emission], seconds: float) -> None:
-        """Tell the chooser of draft lengths, if there is one, how long a step without context rows took."""
+        """Tell the chooser of draft lengths, if there is one, how long a step took.
+
+        Steps with context rows, and steps in which a request ends, are left out.
+        """
         chooser = self.proposer.chooser
-        if chooser is not None and emissions and not any(one.is_context for one in emissions):
+        if chooser is not None and emissions and not any(one.is_context or one.finished for one in emissions):
             chooser.time([one.draft_len for one in emissions], seconds)
 
     @property

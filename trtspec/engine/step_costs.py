@@ -75,6 +75,9 @@ class StepCosts:
         """Kind of step to be tried for its time alone. These costs ask for none."""
         return None
 
+    def count_try(self, batch: int) -> None:
+        """Count a launch of the kind that `tries` names."""
+
     def to_json(self) -> list[dict[str, Any]]:
         """Return the cells as plain data."""
         return [asdict(cell) for cell in self.cells]
@@ -86,8 +89,11 @@ class StepCosts:
             if not isinstance(data, list) or not data:
                 raise TypeError("no list of cells")
             cells = [Cell(**cell) for cell in data]
+            makes, sizes = {cell.made for cell in cells}, {cell.batch for cell in cells}
             if not all(cell.seconds > 0 and cell.batch > 0 and cell.made >= 0 <= cell.verified for cell in cells):
                 raise ValueError("a cell that no step can have")
+            if len({(cell.made, cell.batch) for cell in cells}) != len(makes) * len(sizes):
+                raise ValueError("a batch size that was not measured with every number of drafts")
             return cls(cells)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
