@@ -28,7 +28,7 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.planning import settle
 
-FORMAT = 5
+FORMAT = 6
 """Version of the folder's format. It changes when older engines can no longer be read."""
 
 MARK = "trtspec_engine"

@@ -34,13 +34,18 @@ _REGION = re.compile(r" *#pragma omp (?:parallel num_threads\(\d+\)|single)\n")
 _FOR = re.compile(
     rf" *#pragma omp for(?: collapse\(\d+\))?\n *for\(int64_t (\w+)={_INT}; \1<{_INT}; \1\+={_INT}\)\s*(?={{)"
 )
+_BEFORE = re.compile(
+    r"[{}]\s*(?:const int tid = 0;\s*)?((?: *std::unique_ptr<[^;]+;\n *[^;]+ (\w+) = buf_\2\.get\(\);\n)*)$"
+)
+"""What may stand between a shared loop and the last brace: buffers that each thread must have for itself."""
 _INNER = re.compile(rf"for\(int64_t (\w+)={_INT}; \1<static_cast<int64_t>\((\d+)L\);")
 
 
 def share_loops(kernels: str) -> str:
     """Return the same kernels without OpenMP. The source of the kernels begins with an #include.
 
-    A loop whose result depends on the number of threads runs in one thread.
+    A loop whose result depends on the number of threads runs in one thread. A loop with buffers of its own gets them
+    once for each chunk. A loop that sums into anything else declared before it runs in one thread.
     """
     text = _REGION.sub("", kernels).replace("int tid = omp_get_thread_num();", "const int tid = 0;")
     include, text = text.split("\n", 1)
@@ -49,15 +54,18 @@ def share_loops(kernels: str) -> str:
         name, first, end, step = found.groups()
         close = _closing(text, found.end())
         body = text[found.end() : close]
-        done.append(text[at : found.start()])
-        at = close
-        if "[tid]" in body or first != "0L":
+        before = _BEFORE.search(text, at, found.start())
+        if before is None or "[tid]" in body or first != "0L":
+            done.append(text[at : found.start()])
+            at = close
             done.append(f"for(int64_t {name}={first}; {name}<{end}; {name}+={step}) {body}")
             continue
+        done.append(text[at : before.start(1)])
+        at = close
         inner = {other: int(bound) for other, _, bound in _INNER.findall(body)}
         elements = math.prod(inner.values(), start=int(step.rstrip("L")))
         loop = f"for(int64_t {name}=trtspec_first; {name}<trtspec_end; {name}+={step}) {body}"
-        part = f"[&](const int64_t trtspec_first, const int64_t trtspec_end) {{ {loop} }}"
+        part = f"[&](const int64_t trtspec_first, const int64_t trtspec_end) {{ {before[1]}{loop} }}"
         done.append(f"trtspec_loop({end}, {step}, {elements}, {part});")
     return "".join([*done, text[at:]])
 
