@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 
-from trtspec.engine.draft_scores import BINS, HIGHEST, OFFERS, PARTS, DraftScores
+from tests.unit.test_draft_length import REAL, K, simulate_scored
+from trtspec.engine import draft_length
+from trtspec.engine.draft_length import DraftLength
+from trtspec.engine.draft_scores import BINS, HIGHEST, OFFERS, PARTS, DraftScores, Level, levels_of
 
 
 def test_a_score_is_taken_for_the_chance_until_drafts_were_verified() -> None:
@@ -55,3 +59,21 @@ def test_the_spread_is_that_of_the_latest_offers() -> None:
         scores.see_offer([0.0])
     assert scores.spread == [(1.0,) * PARTS]
     assert HIGHEST < 1
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_what_cannot_be_best_is_left_out(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sums of chances that bound nothing, every number of drafts and every draft is looked at."""
+
+    def unbounded(*asked: Any) -> tuple[list[Level], list[float]]:
+        levels, sums = levels_of(*asked)
+        return levels, [math.inf] * len(sums)
+
+    chooser = DraftLength(REAL, K)
+    chooser.trace = []
+    simulate_scored(chooser, batch, knows=True)
+    assert len({answer for call, _, answer in chooser.trace if call == "make"}) > 1
+    monkeypatch.setattr(draft_length, "levels_of", unbounded)
+    thorough = DraftLength(REAL, K)
+    for call, asked, answer in chooser.trace:
+        assert getattr(thorough, call)(*asked) == answer

@@ -213,15 +213,18 @@ class DraftLength:
         # a rest is as good as over if the batch has become smaller
         chances = [[] if known.rest and batch >= known.rest_batch else known.chances[:limit] for known, limit in pairs]
         spread = self._scores.spread
-        levels = levels_of(chances, spread) if spread else []
-        found = {
-            made: self._best_of_levels(made, batch, levels[:made])
-            if spread
-            else self._best(made, batch, chances if self.looks_up else [one[:made] for one in chances])
-            for made in lengths
-        }
-        best = max(lengths, key=lambda made: found[made][0] * self._bonus(made))
-        least = found[best][1]
+        best, score, least = 0, 0.0, 2.0
+        levels, sums = levels_of(chances, spread, lengths[-1]) if spread else ([], [])
+        for made in lengths:
+            bonus = self._bonus(made)
+            if not spread:
+                rate, needed = self._best(made, batch, chances if self.looks_up else [one[:made] for one in chances])
+            elif (batch + sum(sums[:made])) * bonus <= score * self.costs.curve(made, batch, self.most)[0]:
+                continue  # not even if all these drafts took no time
+            else:
+                rate, needed = self._best_of_levels(made, batch, levels, sums)
+            if rate * bonus > score:
+                best, score, least = made, rate * bonus, needed
         for known, limit in pairs:
             likeliest = min(known.chances[0] * spread[0][-1], HIGHEST) if spread else known.chances[0]
             if limit and (best > 0 or self.looks_up) and likeliest >= least:
@@ -321,19 +324,27 @@ class DraftLength:
                 best, least = tokens / seconds, chance
         return best, least
 
-    def _best_of_levels(self, made: int, batch: int, levels: Sequence[Level]) -> tuple[float, float]:
-        """As `_best`, before the scores of the drafts are known. levels: those of each position."""
+    def _best_of_levels(
+        self, made: int, batch: int, levels: Sequence[Level], sums: Sequence[float]
+    ) -> tuple[float, float]:
+        """As `_best`, before the scores of the drafts are known. levels, sums: as levels_of gives them."""
         curve = self.costs.curve(made, batch, self.most)
-        tokens, rows = float(batch), 0.0
+        tokens, rows, last = float(batch), 0.0, len(curve) - 2
+        most = tokens + sum(sums[:made])
         best, least = tokens / curve[0], 2.0
-        for chance, count in sorted(chain.from_iterable(levels), reverse=True):
+        for chance, count, position in levels:
+            if position >= made:
+                continue
             tokens += chance * count
             rows += count
-            at = min(int(rows), len(curve) - 2)
-            seconds = curve[at] + (curve[at + 1] - curve[at]) * (rows - at)
+            at = min(int(rows), last)
+            more = curve[at + 1] - curve[at]
+            seconds = curve[at] + more * (rows - at)
             if tokens > best * seconds:
                 best = tokens / seconds
-                least = min(chance, best * (curve[at + 1] - curve[at]))  # a draft with this chance costs what it earns
+                least = min(chance, best * more)  # a draft with this chance costs what it earns
+            elif most <= best * seconds:
+                break  # more drafts take no less time
         return best, least
 
     def _expect(self, known: _Known, scores: Sequence[float]) -> None:
@@ -358,9 +369,11 @@ class DraftLength:
             known.counts.observe(verified, accepted, known.expected)
             known.shared.observe(verified, accepted, known.expected)
             known.expected, known.scores = (), ()
-        general = {is_grammar: self._general(counts) for is_grammar, counts in self._shared.items()} if seen else {}
+        general: dict[int, list[float]] = {}
         for known, *_ in seen:
-            known.chances = self._chances(known, general[known.shared is self._shared[True]])
+            if id(known.shared) not in general:
+                general[id(known.shared)] = self._general(known.shared)
+            known.chances = self._chances(known, general[id(known.shared)])
 
     def _of(self, source: int) -> _Known:
         known = self._requests.get(source)

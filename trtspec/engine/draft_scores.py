@@ -58,15 +58,24 @@ def _parts(ordered: Sequence[float]) -> tuple[float, ...]:
     return tuple(sum(ordered[low:high]) / (high - low) / mean for low, high in pairwise(bounds))
 
 
-Level = list[tuple[float, float]]
-"""Chances of the drafts at one position, and how many drafts have each."""
+Level = tuple[float, float, int]
+"""Drafts at one position that are about as likely: their chance, how many there are, and the position."""
 
 
-def levels_of(chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]]) -> list[Level]:
-    """The drafts of all requests, by position, as far apart as scores will tell them. chances: of each request."""
-    found: list[Level] = []
-    for j, ratios in zip(range(max(map(len, chances))), chain(spread, repeat(spread[-1])), strict=False):
+def levels_of(
+    chances: Sequence[Sequence[float]], spread: Sequence[Sequence[float]], longest: int
+) -> tuple[list[Level], list[float]]:
+    """The drafts of all requests, as far apart as scores will tell them, and the sum of chances at each position.
+
+    The likeliest come first. chances: of each request. longest: number of positions, at most.
+    """
+    levels: list[Level] = []
+    sums: list[float] = []
+    for j, ratios in zip(range(min(max(map(len, chances)), longest)), chain(spread, repeat(spread[-1])), strict=False):
         own = [one[j] for one in chances if len(one) > j]
-        mean = sum(own) / len(own)
-        found.append([(min(mean * ratio, HIGHEST), len(own) / len(ratios)) for ratio in ratios])
-    return found
+        mean, count = sum(own) / len(own), len(own) / len(ratios)
+        parts = [min(mean * ratio, HIGHEST) for ratio in ratios]
+        sums.append(sum(parts) * count)
+        levels += [(chance, count, j) for chance in parts]
+    levels.sort(reverse=True)
+    return levels, sums

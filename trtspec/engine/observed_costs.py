@@ -38,15 +38,17 @@ class ObservedCosts(StepCosts):
 
     def curve(self, made: int, batch: int, longest: int) -> list[float]:
         """Seconds as StepCosts gives them, with the factor on what they are above those of a plain step."""
-        measured = super().curve(made, batch, longest)
-        steps = self._observed[self.size_for(batch)].steps
-        if not steps:
-            return measured
         key = made, batch, longest
         if key not in self._corrected:
-            plain, factor = super().curve(self.draft_lens[0], batch, longest)[0], math.exp(STEP * steps)
-            self._corrected[key] = [plain + factor * (seconds - plain) for seconds in measured]
+            self._corrected[key] = self._correct(key, self._observed[self.size_for(batch)].steps)
         return self._corrected[key]
+
+    def _correct(self, key: tuple[int, int, int], steps: int) -> list[float]:
+        measured = super().curve(*key)
+        if not steps:
+            return measured
+        plain, factor = super().curve(self.draft_lens[0], *key[1:])[0], math.exp(STEP * steps)
+        return [plain + factor * (seconds - plain) for seconds in measured]
 
     def tries(self, batch: int) -> bool | None:
         """Kind of step that is to be tried now, to see how long it takes: True = plain, False = with drafts."""

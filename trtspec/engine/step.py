@@ -259,7 +259,8 @@ def scores_of(outputs: StepOutputs) -> Sequence[Sequence[float]]:
     """Scores of the drafts that a launch made, [B][K], 0 for NaN; () = it gives none."""
     if outputs.proposal is None or outputs.proposal.draft_scores is None:
         return ()
-    return outputs.proposal.draft_scores.nan_to_num(0.0).tolist()
+    scores: list[list[float]] = outputs.proposal.draft_scores.tolist()
+    return [[score if score == score else 0.0 for score in row] for row in scores]
 
 
 def _drafts_of(batch: Batch, outputs: StepOutputs) -> Sequence[list[int] | None]:
