@@ -149,6 +149,10 @@ def test_only_loops_that_do_not_ask_for_their_thread_are_shared() -> None:
     assert text.count("{") == text.count("}")
 
 
+def test_a_loop_over_nothing_has_chunks() -> None:
+    assert "trtspec_loop(ks0, 1L, 1, " in share_loops(KERNEL.replace("64L); x1", "0L); x1"))
+
+
 def test_threads_share_neither_buffers_nor_sums() -> None:
     text = share_loops(KERNEL)
     assert text.count("std::unique_ptr") == 2

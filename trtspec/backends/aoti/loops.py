@@ -63,7 +63,7 @@ def share_loops(kernels: str) -> str:
         done.append(text[at : before.start(1)])
         at = close
         inner = {other: int(bound) for other, _, bound in _INNER.findall(body)}
-        elements = math.prod(inner.values(), start=int(step.rstrip("L")))
+        elements = max(math.prod(inner.values(), start=int(step.rstrip("L"))), 1)
         loop = f"for(int64_t {name}=trtspec_first; {name}<trtspec_end; {name}+={step}) {body}"
         part = f"[&](const int64_t trtspec_first, const int64_t trtspec_end) {{ {before[1]}{loop} }}"
         done.append(f"trtspec_loop({end}, {step}, {elements}, {part});")
