@@ -159,7 +159,9 @@ def test_a_summary_has_the_best_number_and_the_null() -> None:
     assert (found["plain_tok_s"], found["drafts_per_token"]) == (20.0, 1.0)
     assert found["speedups"] == {"K = 1": 1.5, AUTO: 1.5}
     assert found["auto_over_best"] == 0.75  # of 0.75, 1 and 0.5 times K = 1
-    assert found["null"] == pytest.approx(0.9)
+    assert found["null"] == pytest.approx(0.95)
+    two = Load(8, 0.5, {PLAIN: [100.0, 100.0], AGAIN: [10.0, 100.0], AUTO: [80.0, 80.0]}, [1.0])
+    assert summary(two, [])["null"] == pytest.approx(0.325)  # between the two
 
 
 def strict_json(file: Path) -> Any:

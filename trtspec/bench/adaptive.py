@@ -118,7 +118,7 @@ def summary(load: Load, fixed: Sequence[str], others: Sequence[str] = ()) -> dic
         "plain_tok_s": statistics.median(load.speeds[PLAIN]),
         "speedups": {name: statistics.median(load.ratios(name, PLAIN)) for name in (*fixed, AUTO, *others)},
         "auto_over_best": statistics.median(load.ratios(AUTO, best)),
-        "null": statistics.quantiles(null, n=4)[0] if len(null) > 1 else None,
+        "null": statistics.quantiles(null, n=4, method="inclusive")[0] if len(null) > 1 else None,
         "drafts_per_token": statistics.median(load.drafts_per_token),
     }
 
