@@ -44,8 +44,8 @@ _INNER = re.compile(rf"for\(int64_t (\w+)={_INT}; \1<static_cast<int64_t>\((\d+)
 def share_loops(kernels: str) -> str:
     """Return the same kernels without OpenMP. The source of the kernels begins with an #include.
 
-    A loop whose result depends on the number of threads runs in one thread. A loop with buffers of its own gets them
-    once for each chunk. A loop that sums into anything else declared before it runs in one thread.
+    A loop whose result depends on the number of threads runs in one thread. So does a loop directly before
+    which anything is declared, other than buffers. Buffers are declared again in each chunk.
     """
     text = _REGION.sub("", kernels).replace("int tid = omp_get_thread_num();", "const int tid = 0;")
     include, text = text.split("\n", 1)
