@@ -17,6 +17,7 @@ import pytest
 
 from trtspec.engine import draft_length
 from trtspec.engine.draft_chances import Offer, Outcome
+from trtspec.engine.draft_history import LONGEST_REST
 from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.step_costs import Cell, StepCosts
 
@@ -229,7 +230,7 @@ def test_drafts_that_begin_to_pay_are_found_within_the_longest_rest() -> None:
     chooser = DraftLength(REAL, K)
     simulate(chooser, [Phase(1, lambda request: 0.0, steps=1000)], REAL)
     (phase,) = simulate(chooser, [Phase(1, lambda request: 1.0)], REAL)
-    assert phase.made[K] > phase.steps - draft_length.LONGEST_REST - 20
+    assert phase.made[K] > phase.steps - LONGEST_REST - 20
 
 
 def test_a_smaller_batch_is_noticed_at_once() -> None:

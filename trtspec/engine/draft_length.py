@@ -11,79 +11,23 @@ Decisions follow from calls alone, and `time` is one of them. So a recorded trac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
 from typing import Any
 
 from trtspec.engine.draft_chances import Counts, Offer, Outcome
+from trtspec.engine.draft_history import FIRST_REST, KEPT, RATIO_WEIGHT, WEIGHT, DraftHistory
 from trtspec.engine.draft_scores import HIGHEST, DraftScores, Level, levels_of
 from trtspec.engine.step_costs import StepCosts
 
 DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
 SHARED_DECAY = 0.99  # of the counts of all requests, which are what is expected of a new one
-WEIGHT = 5.0  # number of drafts that what is expected of a share counts for ...
-SURPRISED_WEIGHT = 2.0  # ... and in a request whose drafts once did otherwise
 FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
 PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
-KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest or have surprised
-SHARED_KEPT = 0.5  # of the counts of all requests, when one has surprised
-SURPRISE = 0.01  # likelihood of a run of outcomes below which what was counted before is out of date
 PROBE_STEPS = 1  # in a row, in which drafts are tried again
-FIRST_REST = 16  # steps without drafts until they are tried again; doubled while that does not pay ...
-LONGEST_REST = 64  # ... up to this
 ATTEMPTS = 0.01  # share of the time that attempts may take: rests are longer where it takes more
 RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
-RATIO_WEIGHT = 4.0  # number of accepted drafts, as many as expected, that a request begins with
-
-
-@dataclass
-class _Known:
-    """What is known of a request.
-
-    A request whose drafts do not pay rests: it drafts nothing for a number of steps. Then drafts are tried again.
-    """
-
-    counts: Counts
-    shared: Counts  # those of all requests
-    chances: list[float]  # [K], that a draft and all before it are accepted
-    rest: int = 0  # steps until drafts are tried again; 0: they are used where they pay
-    rest_batch: int = 0  # requests of the batch in which the rest began
-    next_rest: int = FIRST_REST  # steps of the next rest
-    probe: int = 0  # steps of an attempt that are left: drafts are verified whether they pay or not
-    offered: bool = False  # whether there were drafts for the next step
-    skipped: int = 0  # times that drafts of its grammar were not verified, since some were
-    accepts: bool = True  # whether the last first draft was accepted
-    weight: float = WEIGHT  # number of drafts that what is expected of it counts for
-    times: int = 0  # number of equal outcomes in a row ...
-    run: float = 1.0  # ... and how likely they were
-    scores: Sequence[float] = ()  # of the drafts that the next launch may verify ...
-    expected: Sequence[float] = ()  # ... and the chance of each if those before it are accepted; () = no scores
-    hits: float = RATIO_WEIGHT  # drafts with scores that were accepted ...
-    hits_expected: float = RATIO_WEIGHT  # ... and how many were expected to be
-
-    def see_run(self, accepted: bool) -> None:
-        """Note whether a first draft was accepted.
-
-        A run of equal outcomes that was unlikely says that the text changed. Earlier counts then count little, and
-        those of all requests count less.
-        """
-        first = self.expected[0] if self.expected else self.chances[0]
-        chance = first if accepted else 1 - first
-        going_on = accepted == self.accepts
-        self.times, self.run = (self.times + 1, self.run * chance) if going_on else (1, chance)
-        self.accepts = accepted
-        if self.times > 1 and self.run < SURPRISE:
-            self.counts.fade(KEPT)
-            self.shared.fade(SHARED_KEPT)
-            self.weight = SURPRISED_WEIGHT
-            self.times, self.run = 0, 1.0
-
-    def begin_rest(self, batch: int, shortest: int) -> None:
-        """Begin a rest of at least `shortest` steps; the next one will be twice as long."""
-        self.rest, self.rest_batch = max(self.next_rest, shortest), batch
-        self.next_rest = min(2 * self.next_rest, LONGEST_REST)
 
 
 class DraftLength:
@@ -107,7 +51,7 @@ class DraftLength:
         # what is expected of drafts that a drafter makes, and of those that grammars make
         self._shared = {is_grammar: Counts(most, SHARED_DECAY) for is_grammar in (False, True)}
         self._scores = DraftScores()
-        self._requests: dict[int, _Known] = {}
+        self._requests: dict[int, DraftHistory] = {}
 
     @property
     def looks_up(self) -> bool:
@@ -196,7 +140,7 @@ class DraftLength:
         self._requests.pop(~request_id, None)
         self._record("forget", (request_id,), None)
 
-    def _make(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> int:
+    def _make(self, pairs: Sequence[tuple[DraftHistory, int]], batch: int) -> int:
         limits = tuple([limit for _, limit in pairs])
         most = max(limits, default=0)
         if most == 0:
@@ -239,7 +183,7 @@ class DraftLength:
     def _bonus(self, made: int) -> float:
         return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self._preferred)
 
-    def _wake(self, knowns: Sequence[_Known], could_pay: bool) -> None:
+    def _wake(self, knowns: Sequence[DraftHistory], could_pay: bool) -> None:
         """Count a step of each attempt and each rest. Where a rest is over, those of others that are half over end too.
 
         An attempt with drafts that are looked up lasts until some were found. Rests do not count on while no drafts
@@ -287,7 +231,7 @@ class DraftLength:
         """The least number of drafts that a launch can make, of those that are at least `most`, else the largest."""
         return next((made for made in self.costs.draft_lens if made >= most), self.costs.draft_lens[-1])
 
-    def _verify(self, pairs: Sequence[tuple[_Known, int]], batch: int) -> list[int]:
+    def _verify(self, pairs: Sequence[tuple[DraftHistory, int]], batch: int) -> list[int]:
         tried = self.costs.tries(batch)
         if tried:
             return [0] * len(pairs)
@@ -347,14 +291,14 @@ class DraftLength:
                 break  # more drafts take no less time
         return best, least
 
-    def _expect(self, known: _Known, scores: Sequence[float]) -> None:
+    def _expect(self, known: DraftHistory, scores: Sequence[float]) -> None:
         """Note the scores of the drafts of a request, and what to expect of these drafts."""
         ratio = known.hits / known.hits_expected
         known.scores = scores
         chances = [self._scores.chance(score) * ratio for score in scores]
         known.expected = [min(max(chance, 1 - HIGHEST), HIGHEST) for chance in chances]
 
-    def _see_scores(self, known: _Known, verified: int, accepted: int) -> None:
+    def _see_scores(self, known: DraftHistory, verified: int, accepted: int) -> None:
         """Learn from what was verified of drafts that had scores."""
         known.hits = (known.hits - RATIO_WEIGHT) * RATIO_DECAY + RATIO_WEIGHT
         known.hits_expected = (known.hits_expected - RATIO_WEIGHT) * RATIO_DECAY + RATIO_WEIGHT
@@ -363,7 +307,7 @@ class DraftLength:
             known.hits_expected += self._scores.chance(score)
             self._scores.observe(score, j < accepted)
 
-    def _count(self, seen: Sequence[tuple[_Known, int, int]]) -> None:
+    def _count(self, seen: Sequence[tuple[DraftHistory, int, int]]) -> None:
         """Count drafts that requests had: of each, how many were verified, and how many were accepted."""
         for known, verified, accepted in seen:
             known.counts.observe(verified, accepted, known.expected)
@@ -375,10 +319,10 @@ class DraftLength:
                 general[id(known.shared)] = self._general(known.shared)
             known.chances = self._chances(known, general[id(known.shared)])
 
-    def _of(self, source: int) -> _Known:
+    def _of(self, source: int) -> DraftHistory:
         known = self._requests.get(source)
         if known is None:
-            known = self._requests[source] = _Known(Counts(self.most, DECAY), self._shared[source < 0], [])
+            known = self._requests[source] = DraftHistory(Counts(self.most, DECAY), self._shared[source < 0], [])
             known.chances = self._chances(known, self._general(known.shared))
         return known
 
@@ -386,7 +330,7 @@ class DraftLength:
         """Share of drafts that is expected to be accepted at each position if nothing else is known, [K]."""
         return counts.shares((FIRST_GUESS,) * self.most, WEIGHT)
 
-    def _chances(self, known: _Known, general: Sequence[float]) -> list[float]:
+    def _chances(self, known: DraftHistory, general: Sequence[float]) -> list[float]:
         """Chance that each draft is accepted with all before it, [K].
 
         What is expected at a position follows the request's own share at the position before. So where text has become
