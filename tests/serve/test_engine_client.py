@@ -6,15 +6,18 @@ import asyncio
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trtspec.errors import EngineError
 from trtspec.serve.engine import client as engine_client
+from trtspec.serve.engine import process
 from trtspec.serve.engine.client import EngineClient, Stream
 
 SECRET = "CUDA error in /home/somebody/models/private"
@@ -191,3 +194,31 @@ def test_an_engine_that_never_was_ready_has_died_young(
 
     asyncio.run(run())
     assert re.findall(r"another is started in (\S+) s", caplog.text) == ["0.1", "0.2", "0.4"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "answer"),
+    [
+        (OSError("disk full"), 1, b'{"failed":"OSError: disk full"}\n'),
+        (BrokenPipeError(), 0, b""),
+        (EOFError(), 0, b""),
+    ],
+)
+def test_only_a_closed_socket_means_that_the_front_is_gone(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, answer: bytes
+) -> None:
+    def run(server: process.EngineServer) -> None:
+        raise error
+
+    front, end = socket.socketpair()
+    front.sendall(b'{"model": "m"}\n')
+    monkeypatch.setattr(process, "LLM", lambda **options: SimpleNamespace(engine=None, shutdown=lambda: None))
+    monkeypatch.setattr(process.EngineServer, "run", run)
+    monkeypatch.setattr(process, "configure", lambda form, level: None)
+    monkeypatch.setattr(process.signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(process.sys, "argv", ["process", str(end.fileno()), "text", "info"])
+    assert process.main() == status
+    end.shutdown(socket.SHUT_WR)
+    assert front.makefile("rb").read() == answer
+    end.detach()  # the channel's socket has the same number, and closes it
+    front.close()

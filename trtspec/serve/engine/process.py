@@ -2,8 +2,9 @@
 
 It talks to the front through the socket FD. FORMAT and LEVEL are those of its log, as in logs.configure.
 
-The process has one thread. Between two steps it reads the front's messages, and after each step it sends the deltas.
-So no thread waits for a lock, and a request costs the engine only the time that it takes in this thread.
+The front is the HTTP process. One Python thread serves here. Between two steps it reads the front's messages, and after
+each step it sends the deltas. So no thread waits for a lock, and a request costs the engine only the time that it takes
+in this thread.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class EngineServer:
         self._places: dict[int, tuple[int, int]] = {}  # sample's id -> (front's id, sample index)
 
     def run(self) -> NoReturn:
-        """Serve until the front is gone: EOFError or OSError. Any other exception is a fault of the engine."""
+        """Serve until the front is gone: EOFError or ConnectionError. Any other exception is a fault of the engine."""
         self.channel.send({"ready": dataclasses.asdict(self.info())})
         while True:
             emissions: list[Emission] = []
@@ -108,7 +109,7 @@ class EngineServer:
         )
 
     def load(self) -> EngineLoad:
-        """The engine's load after a step."""
+        """The engine's load now."""
         scheduler, stats = self.engine.loop.scheduler, self.engine.stats
         return EngineLoad(
             running=len(scheduler.running),
@@ -129,7 +130,10 @@ def _likely(entry: dict[int, Logprob]) -> list[tuple[int, float, int]]:
 
 
 def main() -> int:
-    """Run the engine; return the exit status. The first line from the front holds the arguments of LLM()."""
+    """Run the engine. The first line from the front holds the arguments of LLM().
+
+    Return the exit status: 0 = the front has closed, 1 = the model cannot be loaded, or the engine failed.
+    """
     configure(sys.argv[2], sys.argv[3])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the front, which then closes the socket
     channel = Channel(socket.socket(fileno=int(sys.argv[1])))
@@ -144,7 +148,7 @@ def main() -> int:
         return 1
     try:
         EngineServer(llm.engine, channel, str(options["model"])).run()
-    except (EOFError, OSError):
+    except (EOFError, ConnectionError):
         llm.shutdown()
         return 0
     except Exception as error:

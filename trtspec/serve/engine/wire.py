@@ -124,7 +124,7 @@ class Channel:
         yield from map(json.loads, lines)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message; return when the socket has taken it. OSError if the other end is closed."""
+        """Send a message; return when the socket has taken it. ConnectionError if the other end is closed."""
         self.connection.setblocking(True)
         self.connection.sendall(encode(message))
 
