@@ -58,9 +58,15 @@ def scored(score: Score) -> Callable[..., tuple[Tensor, Tensor]]:
     """draw_children with other scores."""
 
     def draw(
-        logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor, count: int
+        logits: Tensor,
+        sampling: SamplingTensors,
+        target_ids: Tensor,
+        draft_ids: Tensor,
+        count: int,
+        wanted: bool,
     ) -> tuple[Tensor, Tensor]:
         children, noisy = draw_children(logits, sampling, target_ids, draft_ids, count)
+        assert noisy is not None
         return children, score(logits, sampling, draft_ids[children].clamp(min=0), noisy)
 
     return draw

@@ -132,6 +132,7 @@ def test_children_are_the_largest_of_logits_plus_noise() -> None:
     ids = torch.arange(VOCAB)
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(0))
     children, scores = draw_children(logits, rows, ids, ids, VOCAB)
+    assert scores is not None
     assert children.sort(1).values.equal(ids.expand(3, -1))
     assert children[0].equal(logits[0].argsort(descending=True))
     left = logits.clone()
@@ -149,7 +150,11 @@ def test_what_a_filter_removes_is_no_child() -> None:
     ids, logits = torch.arange(VOCAB), torch.tensor([[0.0, 3.0, 1.0, 2.0, -1.0]])
     found, scores = draw_children(logits, rows, ids, ids, 4)
     [children] = found.tolist()
+    assert scores is not None
     assert scores[0].isinf().tolist() == [False, False, True, True]
+    unscored, nothing = draw_children(logits, rows, ids, ids, 4, scored=False)
+    assert unscored.equal(found)
+    assert nothing is None
     assert set(children[:2]) == {1, 3}
     assert children[2:] == children[:1] * 2, "the first one is repeated, and is never accepted twice"
 

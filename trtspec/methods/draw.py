@@ -13,13 +13,18 @@ from trtspec.ops.sample import noise_of
 
 
 def draw_children(
-    logits: Tensor, sampling: SamplingTensors, target_ids: Tensor, draft_ids: Tensor, count: int
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor,
+    sampling: SamplingTensors,
+    target_ids: Tensor,
+    draft_ids: Tensor,
+    count: int,
+    scored: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Draw `count` different drafts from each row of draft logits [R, Vd] fp32: target ids [R, count] int64, scores.
 
     The first is what `draw_drafts` draws. Each further one is drawn, with the same noise, from what is left. Where a
     row's filters leave less, the first is repeated. The scores [R, count] fp32 are the processed logits plus noise,
-    -inf for a draft that is repeated. target_ids, draft_ids: as in draw_drafts.
+    -inf for a draft that is repeated; None unless `scored`. target_ids, draft_ids: as in draw_drafts.
     """
     sampling = _banned_drafts(sampling, draft_ids)
     logits = process(logits, sampling)
@@ -32,7 +37,10 @@ def draw_children(
         column = draft_ids[drawn[-1]].clamp(min=0)[:, None]
         values.append(logits.gather(1, column)[:, 0])
         logits = logits.scatter(1, column, float("-inf"))
-    children, scores = torch.stack(drawn, 1), torch.stack(values, 1)
+    children = torch.stack(drawn, 1)
+    if not scored:
+        return children, None
+    scores = torch.stack(values, 1)
     if sampling.seeds.shape[0]:
         noise = noise_of(sampling.seeds, sampling.positions, children, torch.log)
         scores = torch.where(sampling.greedy[:, None], scores, scores + noise)

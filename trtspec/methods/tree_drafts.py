@@ -26,11 +26,11 @@ class Level:
 
 Pass = Callable[[int, Level], Tensor]
 """(pass number 1..K-1, its nodes) -> their outputs [B * n, H]."""
-Children = Callable[[int, Tensor, SamplingTensors, int], tuple[Tensor, Tensor]]
+Children = Callable[[int, Tensor, SamplingTensors, int], tuple[Tensor, Tensor | None]]
 """(pass number, outputs [R, H], how to sample, count) -> the likeliest children of each row.
 
 These are target ids [R, count] int64, best first, and their scores [R, count] fp32: processed logits plus noise, -inf
-where the filters leave no further child.
+where the filters leave no further child. A tree of a fixed shape needs no scores: None.
 """
 Drafts = tuple[Tensor, Tensor | None, Tensor | None]
 """Drafts [B, N] int64; their parents [B, N] int64 and numbers [B] int64, None where they are known."""
@@ -118,6 +118,7 @@ def grow_tree(
     for d in range(1, depth + 1):
         n = outputs.shape[1]
         found, values = children(d - 1, outputs.flatten(0, 1), _repeated(sampling, n), top_k)
+        assert values is not None
         own = values - values.logsumexp(1, keepdim=True)  # [B * n, top_k]
         own = torch.where((values > float("-inf")) & (own > float("-inf")), own, float("-inf"))  # of NaN: not above
         own = own.view(B, n, top_k)

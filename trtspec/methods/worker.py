@@ -132,13 +132,13 @@ class SpecWorker(nn.Module):
 
     @property
     def draft_rows(self) -> int:
-        """Rows of draft logits that a pass makes for each request: with a tree, those of its nodes with children."""
+        """Rows of draft logits that a pass makes for each request. With a tree: most nodes of a depth with children."""
         return 1 if self.tree is None else self.tree.most_inner
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: StepInputs, captured: Tensor, logits: Tensor, attend: PagedAttend) -> StepOutputs:
-        """Accept drafts, make the next ones, and return all outputs of the step.
+        """Accept drafts, make the next ones, and return all outputs of the step but the logits.
 
         captured: [T, n * Ht], states of the target. logits: [R, V] fp32 of the target.
         """
@@ -229,9 +229,9 @@ class SpecWorker(nn.Module):
         return [] if self.gives_scores or self.confidence_threshold is not None else None
 
     def likely_lens(self, lens: Tensor, probs: Sequence[Tensor] | None) -> Tensor:
-        """Return `lens` [B] int32, cut before the first draft that is accepted with less than the threshold.
+        """Return `lens` [B] int32, cut before the first draft whose predicted chance is below the threshold.
 
-        A draft is accepted with the product of its probability and of those before it. probs: [B] fp32 by pass, the
+        The chance is the product of the probabilities of the draft and of those before it. probs: [B] fp32 by pass, the
         probability that the draft layers give their draft, without temperature, filters and noise. On real text this
         is close to the share of drafts that are accepted, sampled ones too. The cut changes no token.
         """
@@ -289,18 +289,20 @@ class SpecWorker(nn.Module):
 
     def sample_children(
         self, step: int, hidden: Tensor, sampling: SamplingTensors, count: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the `count` likeliest guesses after each row, best first, [R, count] int64 target ids, and scores.
 
-        These are the largest of the processed logits plus the target's noise at that position. The scores are these
-        sums, [R, count] fp32. hidden: [R, H] of pass `step`.
+        These are the largest of the processed logits plus the target's noise at that position; if `greedy`, of the
+        logits. The scores are these sums, [R, count] fp32; None for a tree of a fixed shape. hidden: [R, H] of pass
+        `step`.
         """
+        assert self.tree is not None
         logits = self.draft_logits(step, hidden)
         if self.greedy:
             scores, best = logits.topk(count, dim=-1)
             return best + self.d2t[best], scores
         ids = torch.arange(logits.shape[1], device=logits.device) + self.d2t
-        return draw_children(logits, sampling, ids, self.draft_ids, count)
+        return draw_children(logits, sampling, ids, self.draft_ids, count, self.tree.is_dynamic)
 
     def sample_tokens_for_batch(self, logits: Tensor, spec: SpecMetadata) -> Tensor:
         """Sample the target's own token at each logits row, as its request asks: [R, V] fp32 -> [R] int64."""
