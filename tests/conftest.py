@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.async_stand_in import HostQueue, random_delay
+from trtspec.build import step_times
 
 os.environ["TRTSPEC_CACHE"] = "off"  # starts from a checkpoint run op by op, unless a test says otherwise
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once; tests use no server but their own
@@ -62,6 +63,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that choose draft lengths measure their steps at the start, here in one round instead of five."""
+    monkeypatch.setattr(step_times, "ROUNDS", 1)
 
 
 @pytest.fixture
