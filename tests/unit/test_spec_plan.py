@@ -316,6 +316,12 @@ def test_auto_makes_and_verifies_up_to_a_number_that_the_method_gives(
     assert not decide(NGRAM).chooses_draft_len
 
 
+@pytest.mark.parametrize(("last", "lengths"), [(8, {3}), (7, {0, 3})])
+def test_batches_past_a_schedule_have_graphs_without_drafts(last: int, lengths: set[int]) -> None:
+    spec_plan = decide({**NGRAM, "draft_len_schedule": {last: 3}}, max_batch_size=8)
+    assert scheduled_draft_lens(spec_plan) == lengths == {draft_len_for_batch(spec_plan, batch) for batch in (1, 8)}
+
+
 @pytest.mark.parametrize(
     ("fields", "known", "chosen"),
     [

@@ -14,7 +14,7 @@ from trtspec.modes import SpeculativeDecodingMode
 
 @dataclass(frozen=True, kw_only=True)
 class TargetInfo:
-    """The facts of the target and the engine that planning needs. Lengths are in tokens, sizes in requests."""
+    """The facts of the target and the engine that planning needs. Lengths are in tokens, max_batch_size in requests."""
 
     model: str
     model_type: str
@@ -31,8 +31,9 @@ class TargetInfo:
 class DraftInfo:
     """The facts of a draft checkpoint that planning needs, and what the method's reader found in its config.json.
 
-    vocab_size, max_model_len: None = the target's, as for a head that has none of its own. n_predict: number of layers
-    or heads that draft one token each. checkpoint: a ModelConfig if it is described like a decoder.
+    vocab_size, max_model_len: None = the target's, as for a head that has none of its own. n_predict: number of
+    layers or heads that draft one token each; for DFlash and DSpark, the most drafts of a block. checkpoint: a
+    ModelConfig if it is described like a decoder.
     """
 
     method: str  # method that the checkpoint is for
@@ -58,8 +59,10 @@ class SpeculationPlan:
     enforce_eager: bool | None  # True: without CUDA graphs
     disable_logprobs: bool  # True: requests that ask for logprobs are refused
     draft_tensor_parallel_size: int
-    speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; a chain of K
-    dynamic_tree: DynamicTree | None = None  # limits of trees that each step shapes; None = speculative_token_tree
+    speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; those of a chain of K if none was given
+    dynamic_tree: DynamicTree | None = (
+        None  # limits of trees that each step shapes; None: speculative_token_tree is the shape
+    )
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     draft_confidence_threshold: float | None  # drafts less likely to be accepted are not verified; None: all are
     capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured
@@ -107,7 +110,8 @@ class SpeculationPlan:
     def branch_rows(self) -> int:
         """Number of rows past a request's length limit that a step may have, as branches have rows of their own.
 
-        A step whose drafts are at most d tokens ahead ends d tokens before the limit, and may have more nodes than d.
+        A step whose drafts are at most d tokens ahead starts d tokens before the limit or earlier. It may have more
+        nodes.
         """
         return 0 if self.tree is None else self.tree.branch_rows
 
@@ -134,9 +138,9 @@ class SpeculationPlan:
 
 
 def draft_len_for_batch(spec_plan: SpeculationPlan, num_requests: int) -> int:
-    """Draft tokens per request, 0..K, in a step of `num_requests` requests. Pure.
+    """Depth of the drafts of each request, 0..K, in a step of `num_requests` requests. For a chain it is their number.
 
-    The strictest gate that is set counts.
+    If several limits are set, the smallest counts.
     """
     k = spec_plan.num_speculative_tokens
     if spec_plan.max_concurrency is not None:
@@ -164,7 +168,7 @@ def scheduled_draft_len(
     schedule: tuple[tuple[int, int], ...] | None,
     ranges: tuple[tuple[int, int, int], ...] | None,
 ) -> int:
-    """Draft length that is left of K by the gates that depend on the number of requests alone."""
+    """The smallest of K and the limits that depend only on the number of requests."""
     limits = [k]
     if disable_by_batch_size is not None and num_requests > disable_by_batch_size:
         limits.append(0)
@@ -178,10 +182,15 @@ def scheduled_draft_len(
 
 
 def scheduled_draft_lens(spec_plan: SpeculationPlan) -> set[int]:
-    """Every number of drafts that some batch can get: the most, those of the schedules, and 0 if a gate can close."""
+    """Every number of drafts for which graphs are made: K, those of the schedules, 1 and 3 if the engine chooses.
+
+    0 is added if a limit on the number of requests is set, or if there are several numbers.
+    """
     K = spec_plan.num_speculative_tokens
-    lengths = {K}
-    lengths |= {length for _, length in spec_plan.draft_len_schedule or ()}
+    lengths, schedule = {K}, spec_plan.draft_len_schedule or ()
+    lengths |= {length for _, length in schedule}
+    if schedule and schedule[-1][0] < spec_plan.max_batch_size:
+        lengths.add(0)
     lengths |= {length for _, _, length in spec_plan.num_speculative_tokens_per_batch_size or ()}
     if spec_plan.chooses_draft_len:
         lengths |= {1, 3}
