@@ -275,7 +275,12 @@ def test_a_tree_for_an_engine_of_chains_is_refused(models: Path, plain: list[Out
         ),
         ("eagle3", {"max_total_draft_tokens": 22}, ConfigError, "has at most 21 nodes; use at most 21"),
         ("eagle3", {"dynamic_tree_max_topK": None}, ConfigError, "without dynamic_tree_max_topK; set it"),
-        ("eagle3", {"draft_confidence_threshold": 0.5}, UnsupportedError, "with max_total_draft_tokens=10, which br"),
+        (
+            "eagle3",
+            {"draft_confidence_threshold": 0.5},
+            UnsupportedError,
+            "with a draft tree, max_total_draft_tokens=10",
+        ),
         ("eagle3", {"num_speculative_tokens": "auto"}, UnsupportedError, "'auto' with max_total_draft_tokens=10"),
         ("ngram", {"dynamic_tree_max_topK": 3}, ConfigError, "means nothing to method='ngram', which finds its trees"),
         ("ngram", {"is_public_pool": True}, UnsupportedError, "is_public_pool=True with max_total_draft_tokens=10"),

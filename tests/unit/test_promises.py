@@ -63,9 +63,9 @@ def test_the_remedy_for_a_wrong_eagle3_target_can_be_followed() -> None:
 
 
 @pytest.mark.parametrize("k", [2, 3])
-def test_a_tree_that_branches_is_called_that(k: int) -> None:
+def test_a_draft_tree_is_called_that(k: int) -> None:
     tree = "[(0,), (1,), (0, 0)]"  # 2 deep
-    with pytest.raises(UnsupportedError, match="branches, which mode=NGRAM does not yet"):
+    with pytest.raises(UnsupportedError, match="a draft tree, which mode=NGRAM does not take yet"):
         plan_speculation(
             SpeculativeConfig(method="ngram", num_speculative_tokens=k, speculative_token_tree=tree), TARGET
         )

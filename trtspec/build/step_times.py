@@ -25,12 +25,12 @@ from trtspec.protocols import Drafter, DraftRequest, Executable
 from trtspec.sampling_params import RequestSampling, SamplingParams
 
 FILE = "step_times.json"
-"""File of an engine folder that keeps the measured times."""
+"""Name of the file, in an engine folder, that keeps the measured times."""
 CONTEXT = 256  # tokens of each request, if the model and the cache have room for twice as many
 ROUNDS = 5  # rounds with a step of each kind, after a first round that is not counted ...
-ENOUGH = 0.5  # seconds for each kind, after which no more rounds begin
+ENOUGH = 0.5  # seconds for each kind on the average, after which no more rounds begin
 SECONDS = 20.0  # after which no more batches are measured; the smallest and the largest always are
-KEPT = 8  # tables in a file
+KEPT = 8  # tables that a file has at most, one for each machine and sizes
 
 
 def step_costs(
@@ -46,9 +46,11 @@ def step_costs(
 ) -> StepCosts:
     """Return the times that the engine's folder keeps for this machine and these sizes, else measure and keep them.
 
-    drafter: runs a draft model after the launch; None = the launch makes the drafts, or they are looked up. makes:
-    numbers of drafts that are made, ascending; (0,) if they are looked up. num_blocks: KV blocks of the cache, all
-    unused as yet. folder: None = the times are not kept.
+    drafter: runs a draft model after the launch; None = the launch makes the drafts, or they are looked up.
+    builder: its max_draft_len is the most drafts of a request.
+    makes: numbers of drafts that are made, ascending; (0,) if they are looked up.
+    max_batch_size: requests. num_blocks: KV blocks of the cache, all unused as yet. block_size, max_seq_len: tokens.
+    folder: None = the times are not kept.
     """
     context = max(min(CONTEXT, max_seq_len // 2, (num_blocks - 1) * block_size // 2), 1)
     facts = {
@@ -151,9 +153,9 @@ def _fastest(steps: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def _questions(rows: Batch, outputs: StepOutputs, made: int, verified: int) -> list[DraftRequest]:
-    """Ask a drafter for drafts after a step that accepted half of its drafts.
+    """Return the questions to a drafter after a step that accepted half of its drafts.
 
-    The draft model has read all but the last tokens: those that the step added, or two for one without states.
+    The draft model has not read the tokens that the step added. A model that reads no states has two left to read.
     """
     read, states, questions = 1 + verified // 2, outputs.hidden_states, []
     for b, (request, num_rows, _, _) in enumerate(rows):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from trtspec.engine.draft_chances import Counts
 
-WEIGHT = 5.0  # number of drafts that what is expected of a share counts for ...
+WEIGHT = 5.0  # of the expected share, in drafts ...
 SURPRISED_WEIGHT = 2.0  # ... and in a request whose drafts once did otherwise
 KEPT = 0.1  # of a request's counts, when its drafts are tried again after a rest or have surprised
 SHARED_KEPT = 0.5  # of the counts of all requests, when one has surprised
@@ -32,9 +32,9 @@ class DraftHistory:
     next_rest: int = FIRST_REST  # steps of the next rest
     probe: int = 0  # steps of an attempt that are left: drafts are verified whether they pay or not
     offered: bool = False  # whether there were drafts for the next step
-    skipped: int = 0  # times that drafts of its grammar were not verified, since some were
+    skipped: int = 0  # offers of drafts of its grammar in a row of which none was verified
     accepts: bool = True  # whether the last first draft was accepted
-    weight: float = WEIGHT  # number of drafts that what is expected of it counts for
+    weight: float = WEIGHT  # of the expected share, in drafts
     times: int = 0  # number of equal outcomes in a row ...
     run: float = 1.0  # ... and how likely they were
     scores: Sequence[float] = ()  # of the drafts that the next launch may verify ...
@@ -60,6 +60,6 @@ class DraftHistory:
             self.times, self.run = 0, 1.0
 
     def begin_rest(self, batch: int, shortest: int) -> None:
-        """Begin a rest of at least `shortest` steps; the next one will be twice as long."""
+        """Begin a rest of at least `shortest` steps. `next_rest` doubles, up to LONGEST_REST."""
         self.rest, self.rest_batch = max(self.next_rest, shortest), batch
         self.next_rest = min(2 * self.next_rest, LONGEST_REST)

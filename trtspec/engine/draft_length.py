@@ -5,7 +5,7 @@ of its drafts each request verifies. Both maximise the expected tokens per secon
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
 Where draft layers score their drafts, `verify` goes by the scores. `make` expects chances to differ as they did lately.
 
-Decisions follow from calls alone, and `time` is one of them. So a recorded trace gives the same decisions again.
+Decisions follow from calls alone, those of `time` included. So a recorded trace gives the same decisions again.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from trtspec.engine.draft_history import FIRST_REST, KEPT, RATIO_WEIGHT, WEIGHT,
 from trtspec.engine.draft_scores import HIGHEST, DraftScores, Level, levels_of
 from trtspec.engine.step_costs import StepCosts
 
-DECAY = 0.93  # of a request's counts, for each draft that is verified at the same position
-SHARED_DECAY = 0.99  # of the counts of all requests, which are what is expected of a new one
-FIRST_GUESS = 0.7  # share that is expected to be accepted before any draft was verified
+DECAY = 0.93  # of a request's counts at all positions, for each step that is counted
+SHARED_DECAY = 0.99  # the same of the counts of all requests, which are what is expected of a new one
+FIRST_GUESS = 0.7  # share of the drafts at each position that is expected to be accepted, before any was verified
 PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
 PROBE_STEPS = 1  # in a row, in which drafts are tried again
-ATTEMPTS = 0.01  # share of the time that attempts may take: rests are longer where it takes more
+ATTEMPTS = 0.01  # share of the time that attempts may lose: rests are longer where they lose more
 RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
 
 
 class DraftLength:
     """The two decisions, for one engine.
 
-    costs: its draft_lens are what the launch, or a draft model after it, can make; 0 first. If that is all, drafts are
-    looked up, which takes no time: `make` gives 0, and all that are found are offered to `verify`. most: K, the most
-    drafts that a request verifies.
+    costs: its draft_lens are what the launch, or a draft model after it, can make; 0 first. draft_lens = (0,) means
+    that drafts are looked up, which takes no time: `make` gives 0, and all that are found are offered to `verify`.
+    most: K, the most drafts that a request verifies.
     """
 
     def __init__(self, costs: StepCosts, most: int) -> None:
@@ -70,7 +70,9 @@ class DraftLength:
         self._record("observe", (list(outcomes),), None)
 
     def make(self, limits: Sequence[tuple[int, int]], batch: int) -> int:
-        """Number of drafts that the next launch makes for each request. Call it once for each launch.
+        """Number of drafts that the next launch, or the draft model after it, makes for each request.
+
+        Call it once for each launch.
 
         limits: ids of the requests that speculate, and the most drafts that each verifies. batch: number of all
         requests of the launch.
@@ -92,7 +94,7 @@ class DraftLength:
     def verify(self, drafts: Sequence[Offer], batch: int) -> list[int]:
         """Number of drafts that each request verifies in the next launch, which has `batch` requests.
 
-        drafts: those of each request that speculates. If they are asked for again, they count once.
+        drafts: those of each request that speculates. Asking again with the same offers changes no counts.
         """
         offers = list(drafts)
         if self._last_offers is None or self._last_offers[:2] != (offers, batch):
@@ -125,7 +127,7 @@ class DraftLength:
         return lengths
 
     def time(self, verified: Sequence[int], seconds: float) -> None:
-        """Note how long the step of the last `make` took. It had no context rows.
+        """Note how long the step of the last `make` took. Leave out steps with context rows.
 
         verified: the number of drafts that each request of the batch verified.
         """
@@ -184,7 +186,9 @@ class DraftLength:
         return (1 + PLAIN) ** (made == 0) * (1 + MARGIN) ** (made == self._preferred)
 
     def _wake(self, knowns: Sequence[DraftHistory], could_pay: bool) -> None:
-        """Count a step of each attempt and each rest. Where a rest is over, those of others that are half over end too.
+        """Count a step of each attempt and each rest.
+
+        Where a rest is over, those of others end too if at most a quarter of their `next_rest` is left.
 
         An attempt with drafts that are looked up lasts until some were found. Rests do not count on while no drafts
         could pay.
@@ -206,7 +210,7 @@ class DraftLength:
                     known.chances = self._chances(known, self._general(known.shared))
 
     def _could_pay(self, limits: tuple[int, ...], batch: int) -> bool:
-        """Whether drafts would save time if all were accepted. limits: the most drafts of each request."""
+        """Whether drafts would gain more than MARGIN if all were accepted. limits: the most drafts of each request."""
         key = limits, batch
         if key != self._last_asked:
             plain = batch / self.costs.curve(0, batch, self.most)[0]

@@ -1,4 +1,7 @@
-"""Fits the drafts of a guided request to its grammar: those that break it go, and what it forces is drafted."""
+"""Fits the drafts of a guided request to its grammar.
+
+Drafts that break it go, but keep their place in a tree of a fixed shape. Text that it forces is drafted.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ from trtspec.engine.request import Request
 
 
 def follow_grammar(request: Request, tree: Tree | None, most: int, depth: int) -> None:
-    """Change the drafts of a request with a guide, which its next step would verify.
+    """Change the drafts that the request's next step would verify. The request has a guide.
 
-    tree: the engine's; None = chains. most: number of drafts that may be verified. depth: how many tokens ahead.
+    tree: the engine's; None = chains. most: number of drafts that may be verified. depth: most tokens ahead, for trees.
     """
     guide, old = request.guide, request.drafts
     assert guide is not None
@@ -44,7 +47,7 @@ def _extend_line(request: Request, most: int, depth: int) -> None:
 
 
 def _fill_line(request: Request, parents: Sequence[int], depth: int) -> None:
-    """Put what the grammar forces on the first child of each node of a tree without allowed drafts.
+    """Put forced text on the first child of the root, its first child, and so on. The tree has no allowed drafts.
 
     parents: the draft before each node, -1 = the last token. Other nodes stay where they are. If there are no drafts,
     or nothing is forced, nothing is drafted.
@@ -67,13 +70,16 @@ def _line(parents: Sequence[int], count: int) -> list[int]:
 
 
 def draft_source(request: Request) -> int:
-    """Key of what most of the next drafts come from, for DraftLength: a guide's do otherwise than others."""
+    """Key of what most of the next drafts come from, for DraftLength: ~id = the request's guide, id = the drafter.
+
+    Drafts of guides are accepted at other rates, so they are counted apart.
+    """
     led = request.guide is not None and 2 * request.num_own_drafts < len(request.drafts)
     return ~request.request_id if led else request.request_id
 
 
 def outcomes_of(request: Request, verified: int, accepted: int) -> list[Outcome]:
-    """What a step says of the drafts of a request, for DraftLength. A draft that was forbidden counts as rejected."""
+    """Outcomes of a request's drafts in a step, by source. The first forbidden draft counts as rejected."""
     if request.guide is None:
         return [Outcome(request.request_id, verified, accepted)] if verified else []
     own = min(request.num_own_drafts, verified)

@@ -14,10 +14,10 @@ LAST = 9  # plain steps whose median is compared with
 DECAY = 15 / 16  # of what steps with drafts said, for each such step ...
 FADING = 0.5 ** (1 / 256)  # ... and for each plain step: so drafts are tried again some time
 PRIOR = 0.25  # what the measured times count for, in steps with drafts that take twice as long as plain ones
-FARTHEST = 3.0  # how far a single step may be from what was measured
-STEP = 0.1  # factors are e to a multiple of this; smaller differences are noise
+FARTHEST = 3.0  # times what was measured for the drafts of a step: how far the step may be from that
+UNIT = 0.1  # factors are e to a multiple of this; smaller differences are noise
 MOST = 16  # of these multiples
-SAMPLES = 3  # steps of a kind that is tried only to see how long it takes ...
+SAMPLES = 3  # steps of a kind that is tried only to see how long it takes; plain steps to compare with, at least ...
 ATTEMPTS = 12  # ... in at most so many launches, as not every step is timed
 GAPS = {True: 32, False: 64}  # steps without plain ones, or without drafts, after which these are tried so ...
 LONGEST_GAP = 2048  # ... four times as many each time, up to this
@@ -28,7 +28,7 @@ class ObservedCosts(StepCosts):
 
     Another program may have run next to the measurement, or may run now. Choices depend on how much longer a step with
     drafts takes than a plain one. That difference gets one factor for each batch size that was measured. A kind of step
-    that was not chosen for long is tried now and then.
+    that was not chosen for many steps is tried now and then.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
@@ -37,17 +37,17 @@ class ObservedCosts(StepCosts):
         self._corrected: dict[tuple[int, int, int], list[float]] = {}
 
     def curve(self, made: int, batch: int, longest: int) -> list[float]:
-        """Seconds as StepCosts gives them, with the factor on what they are above those of a plain step."""
+        """Seconds as in StepCosts, [batch * longest + 1]. The factor scales the part above a plain step."""
         key = made, batch, longest
         if key not in self._corrected:
-            self._corrected[key] = self._correct(key, self._observed[self.size_for(batch)].steps)
+            self._corrected[key] = self._correct(key, self._observed[self.size_for(batch)].exponent)
         return self._corrected[key]
 
-    def _correct(self, key: tuple[int, int, int], steps: int) -> list[float]:
+    def _correct(self, key: tuple[int, int, int], exponent: int) -> list[float]:
         measured = super().curve(*key)
-        if not steps:
+        if not exponent:
             return measured
-        plain, factor = super().curve(self.draft_lens[0], *key[1:])[0], math.exp(STEP * steps)
+        plain, factor = super().curve(self.draft_lens[0], *key[1:])[0], math.exp(UNIT * exponent)
         return [plain + factor * (seconds - plain) for seconds in measured]
 
     def tries(self, batch: int) -> bool | None:
@@ -66,9 +66,9 @@ class ObservedCosts(StepCosts):
         plain = super().curve(self.draft_lens[0], batch, longest)[0]
         more = super().curve(made, batch, longest)[verified] / plain - 1
         one = self._observed[self.size_for(batch)]
-        before = one.steps
+        before = one.exponent
         one.see(seconds / plain, max(more, 0.0) if made or verified else None)
-        if one.steps == before:
+        if one.exponent == before:
             return False
         self._corrected.clear()
         return True
@@ -82,20 +82,20 @@ class _Observed:
 
     def __init__(self) -> None:
         self.plain: deque[float] = deque(maxlen=LAST)  # the last plain steps
-        self.steps = 0  # the correction: multiples of STEP in the factor's logarithm
+        self.exponent = 0  # the factor's logarithm, in multiples of UNIT
         self.tried: bool | None = None  # kind that is wanted only to see how long it takes
         self._sums = 0.0, 0.0  # of least squares: the factor is the first over the second
         self._last_kind = True
         self._since = {True: 0, False: 0}  # steps since the last one of each kind
         self._gaps = dict(GAPS)
-        self._missing = 0  # steps of the kind `tried` ...
+        self._missing = 0  # steps that are still wanted of the kind `tried` ...
         self._attempts = 0  # ... and launches that are left for them
 
     def see(self, took: float, more: float | None) -> None:
         """Note a step. Steps with drafts count where there were plain steps lately, to compare them with.
 
-        The first one after a plain step does not count, as a draft model then reads all that it has missed. more: what
-        was measured, less 1; None = a plain step.
+        The first step with drafts after a plain one does not count, as a draft model then reads all that it has missed.
+        more: time that was measured of such a step over that of a plain step, minus 1; None = a plain step.
         """
         kind, before = more is None, self._last_kind
         self._last_kind = kind
@@ -116,9 +116,9 @@ class _Observed:
         first, second = self._sums
         self._sums = first, second = first * decay + product, second * decay + square
         factor = (first + PRIOR) / (second + PRIOR)
-        wanted = math.log(max(factor, 0.01)) / STEP
-        if abs(wanted - self.steps) > 0.75:  # else a factor between two multiples changes with every step
-            self.steps = min(max(round(wanted), -MOST), MOST)
+        wanted = math.log(max(factor, 0.01)) / UNIT
+        if abs(wanted - self.exponent) > 0.75:  # else a factor between two multiples changes with every step
+            self.exponent = min(max(round(wanted), -MOST), MOST)
 
     def count_try(self) -> None:
         """Count a launch of the kind that is tried, and give up after ATTEMPTS."""

@@ -10,7 +10,7 @@ from trtspec.modes import SpeculativeDecodingMode
 
 
 def plan_tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
-    """Paths of the tree; those of a chain of K if none is given. ConfigError for a tree of another depth."""
+    """Paths of the tree; those of a chain of K if none is given. ConfigError for a tree of a depth other than k."""
     if config.speculative_token_tree is None:
         return chain(k)
     tree = parse_tree(config.speculative_token_tree)
@@ -25,7 +25,10 @@ def plan_tree(config: SpeculativeConfig, k: int) -> tuple[tuple[int, ...], ...]:
 
 
 def plan_dynamic_tree(config: SpeculativeConfig, k: int, mode: SpeculativeDecodingMode) -> DynamicTree | None:
-    """Limits of trees that each step shapes; None if there are none. ConfigError for limits that contradict K."""
+    """Limits of trees that each step shapes; None if there are none. Their top_k is 0 if the host makes the trees.
+
+    ConfigError for limits that contradict K, and if a model makes the trees and dynamic_tree_max_topK is not set.
+    """
     nodes, top_k = config.max_total_draft_tokens, config.dynamic_tree_max_topK
     if nodes is None:
         return None
@@ -48,7 +51,10 @@ def plan_dynamic_tree(config: SpeculativeConfig, k: int, mode: SpeculativeDecodi
 
 
 def check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
-    """Raise UnsupportedError or ConfigError for a tree that does not run with the other settings."""
+    """Raise UnsupportedError or ConfigError if the plan's tree does not run with the other settings.
+
+    These are the mode, a threshold, a vocabulary of the draft's own, chosen draft lengths and a pool of matches.
+    """
     dynamic = spec_plan.dynamic_tree is not None
     text = (
         f"max_total_draft_tokens={config.max_total_draft_tokens}"
@@ -59,16 +65,17 @@ def check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
     if not takes(spec_plan.mode):
         able = ", ".join(mode.name for mode in SpeculativeDecodingMode if takes(mode))
         raise UnsupportedError(
-            f"{text} branches, which mode={spec_plan.mode.name} does not yet; use one of {able}, or leave it unset"
+            f"{text} asks for a draft tree, which mode={spec_plan.mode.name} does not take yet; use one of {able}, "
+            "or leave it unset"
         )
     if spec_plan.draft_confidence_threshold is not None:
         raise UnsupportedError(
-            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with {text}, which branches, is not "
-            "built yet; leave one of them unset"
+            f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft tree, {text}, is "
+            "not built yet; leave one of them unset"
         )
     if config.use_heterogeneous_vocab:
         raise UnsupportedError(
-            f"use_heterogeneous_vocab=True with {text}, which branches, is not built yet; leave the tree unset"
+            f"use_heterogeneous_vocab=True with a draft tree, {text}, is not built yet; leave the tree unset"
         )
     if dynamic:
         _check_dynamic(config, spec_plan, text)
