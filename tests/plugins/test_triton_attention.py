@@ -137,7 +137,7 @@ def ragged(draw: st.DrawFn) -> Arguments:
     return arguments
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(ragged(), st.booleans())
 def test_attention_is_the_reference_s(arguments: Arguments, split: bool) -> None:
     check(arguments, split)

@@ -36,7 +36,7 @@ def arguments_of(batch: Batch) -> Arguments:
 chains = st.builds(Part, st.integers(0, 2), st.integers(0, 140), st.integers(1, 6))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(cases, st.lists(tree_parts(8) | chains, min_size=1, max_size=3), st.booleans())
 def test_trees_are_the_reference_s(model: Model, parts: list[Part | TreePart], split: bool) -> None:
     """Trees next to chains; what no row sees is NaN."""

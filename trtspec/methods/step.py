@@ -47,7 +47,7 @@ class Step(nn.Module, ABC):
     @property
     @abstractmethod
     def like(self) -> Tensor:
-        """A weight that is never packed; its dtype and device are those in which the step computes."""
+        """A tensor that is never packed. Its dtype and device are those in which the step computes; it may be empty."""
 
     @property
     @abstractmethod
@@ -86,12 +86,12 @@ class Step(nn.Module, ABC):
 
     @property
     def takes_trees(self) -> bool:
-        """Whether the shapes of the trees that the step verifies are inputs."""
+        """Whether tree shapes are inputs of the step: those of the trees that it verifies."""
         return self.tree is not None and self.tree.is_dynamic
 
     @property
     def shapes_trees(self) -> bool:
-        """Whether the shapes of the trees that the step makes are outputs."""
+        """Whether tree shapes are outputs of the step: those of the trees that it makes."""
         return False
 
     @property
@@ -172,7 +172,7 @@ class DecodeStep(Step):
                 attend.compact(layer, inputs.attn.kv_lens - inputs.spec.seq_lens, path)
 
     def run_decoder(self, inputs: StepInputs, ids: Tensor, attend: PagedAttend) -> tuple[Tensor, Tensor]:
-        """Run the decoder on ids [T]; return hidden states of the logits rows, [R, H], and those of `read_layers`."""
+        """Run the decoder on ids [T]; return hidden states of logits rows [R, H], and of `read_layers` [T, n * H]."""
         attn, spec = inputs.attn, inputs.spec
         rows = None if spec.is_uniform else spec.gather_ids
         return self.decoder.capture(ids, attn.positions(ids.shape[0]), attend, self.read_layers, rows)
@@ -260,9 +260,10 @@ class DraftingStep(Step):
 
 
 class OneEngineStep(DraftingStep, DecodeStep):
-    """A step that is one graph as a whole: target, lm_head, sampling, acceptance, rewind, draft layers.
+    """A step of one launch: target, lm_head, sampling, acceptance, rewind, draft layers.
 
-    Its KV layers are the target's, then the worker's. A batch may mix contexts, chunks of contexts and generations.
+    A backend may cut it into several graphs. Its KV layers are the target's, then the worker's. A batch may mix
+    contexts, chunks of contexts and generations.
     """
 
     def __init__(self, decoder: Decoder, worker: SpecWorker, functional: bool = False) -> None:
@@ -325,8 +326,8 @@ class OneEngineStep(DraftingStep, DecodeStep):
 class HeadStep(DraftingStep):
     """A worker's draft layers next to the target: one launch makes all drafts of a step.
 
-    Its rows are context rows. sampling.positions are the positions of the last known token of each request; the launch
-    drafts the inputs.spec.next_draft_len tokens after it.
+    Its rows are context rows. The launch drafts the inputs.spec.next_draft_len tokens after the last known token of
+    each request. Unlike in other steps, sampling.positions is the index of that last known token.
 
     Layers that read the target's states take them as hidden_states [T, n * Ht], and input_ids [T] are the tokens
     *after* each row. A whole draft model (hidden_width 0) takes the tokens of the rows. UnsupportedError for layers
@@ -348,7 +349,10 @@ class HeadStep(DraftingStep):
         self._like: Tensor
 
     def forward(self, inputs: StepInputs, kv: Sequence[KVLayer]) -> StepOutputs:
-        """Run the first pass over all rows, then make the drafts of every request."""
+        """Run the first pass over all rows, then make the drafts of every request.
+
+        `tokens` of the outputs are ones, and mean nothing.
+        """
         attn, spec = inputs.attn, inputs.spec
         states = inputs.input_ids.new_empty(0) if inputs.hidden_states is None else inputs.hidden_states
         attend, positions = self.attend(attn, kv), attn.positions(inputs.input_ids.shape[0])

@@ -2,8 +2,8 @@
 
 Inductor would run these loops on OpenMP's threads. OpenMP's threads wait for each other at every loop, and compete with
 ours for the cores. Inductor marks the loops with OpenMP's pragmas. This module removes the pragmas and hands the marked
-loops to the plugin. The plugin uses threads where a loop is long enough to pay for them: for the rows of a prefill, and
-for the widest loops of decode.
+loops to the C++ kernels' library, plugins/cpu. That uses its threads where a loop is long enough to pay for them: for
+the rows of a prefill, and for the widest loops of decode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MARKING = {"cpp.threads": 2, "cpp.min_chunk_size": 1}
 """Options that make Inductor mark all loops, however short. The plugin knows the real number of threads."""
 
 _LEAST = 1 << 12
-"""Least number of elements in a chunk, which takes some microseconds."""
+"""Least number of elements in a chunk. A chunk of this size takes some microseconds."""
 
 _HELPER = f"""
 extern "C" void trtspec_share_loop(int64_t, int64_t, void (*)(const void*, int64_t, int64_t), const void*);
@@ -37,15 +37,15 @@ _FOR = re.compile(
 _BEFORE = re.compile(
     r"[{}]\s*(?:const int tid = 0;\s*)?((?: *std::unique_ptr<[^;]+;\n *[^;]+ (\w+) = buf_\2\.get\(\);\n)*)$"
 )
-"""What may stand between a shared loop and the last brace: buffers that each thread must have for itself."""
+"""What may stand between a shared loop and the nearest brace before it: buffers, of which each thread needs its own."""
 _INNER = re.compile(rf"for\(int64_t (\w+)={_INT}; \1<static_cast<int64_t>\((\d+)L\);")
 
 
 def share_loops(kernels: str) -> str:
     """Return the same kernels without OpenMP. The source of the kernels begins with an #include.
 
-    A loop whose result depends on the number of threads runs in one thread. So does a loop directly before
-    which anything is declared, other than buffers. Buffers are declared again in each chunk.
+    A loop whose result depends on the number of threads runs in one thread. So does a loop that does not start at 0,
+    and a loop directly before which anything is declared, other than buffers. Buffers are declared again in each chunk.
     """
     text = _REGION.sub("", kernels).replace("int tid = omp_get_thread_num();", "const int tid = 0;")
     include, text = text.split("\n", 1)
