@@ -141,6 +141,7 @@ def generate(folder: Path, prompts: list[list[int]], count: int) -> list[list[in
         return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+@pytest.mark.slow
 def test_a_queue_gives_the_texts_of_all_at_once(tmp_path: Path) -> None:
     model = open_model("demo", tmp_path)
     prompts = model.prompts(5, 12)

@@ -46,6 +46,7 @@ def rates(costs: StepCosts, clock: Callable[[int, float], float] | None) -> list
     return [statistics.mean(column) for column in zip(*runs, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [0.2, 2.5, *(pytest.param(one, marks=pytest.mark.long) for one in (0.5, 1.5))])
 def test_wrong_times_are_corrected(factor: float) -> None:
     """Drafts that seem too cheap are used too much, and too little where they seem too dear."""
@@ -55,6 +56,7 @@ def test_wrong_times_are_corrected(factor: float) -> None:
     assert 1 - statistics.mean(corrected) < 0.4 * (1 - statistics.mean(wrong))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "slow",
     [
