@@ -60,9 +60,7 @@ class SpeculationPlan:
     disable_logprobs: bool  # True: requests that ask for logprobs are refused
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; those of a chain of K if none was given
-    dynamic_tree: DynamicTree | None = (
-        None  # limits of trees that each step shapes; None: speculative_token_tree is the shape
-    )
+    dynamic_tree: DynamicTree | None = None  # limits of trees that each step shapes; None: the shape is fixed
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     draft_confidence_threshold: float | None  # drafts less likely to be accepted are not verified; None: all are
     capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured
