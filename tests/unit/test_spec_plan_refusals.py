@@ -194,11 +194,11 @@ def test_refused_against_target_or_draft(
         ),
         (
             {**NGRAM, "model": None, "speculative_token_tree": TREE},
-            r"speculative_token_tree='\[\(0,\),.* asks for a draft tree, which mode=NGRAM does not take yet; use",
+            r"speculative_token_tree='\[\(0,\),.* a draft tree, which mode=NGRAM does not take yet; use one of",
         ),
         (
             {"speculative_token_tree": TREE, "use_heterogeneous_vocab": True},
-            r"use_heterogeneous_vocab=True with a draft tree, speculative_token_tree=.* not built yet; leave",
+            r"use_heterogeneous_vocab=True with a draft tree, spec.*_token_tree=.* not built yet; leave the tree unset",
         ),
     ],
 )
