@@ -1,4 +1,4 @@
-"""Run the contract tests against TensorRT's real Python bindings, without a GPU (make contract-tensorrt).
+"""Run the tests of the TensorRT plugins against its real Python bindings, without a GPU (make contract-tensorrt).
 
 The bindings and the lean runtime come from the package registry, into their own venv under build/. torch and the tools
 come from the Python that runs this script. The bindings also link to libnvinfer, libnvinfer_plugin and libnvonnxparser,
@@ -37,7 +37,9 @@ def main(arguments: list[str]) -> int:
         return skipped(f"TensorRT {VERSION}", error)
     plain = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    return subprocess.run([*command, "tests/contract"], cwd=ROOT, env=plain, check=False).returncode
+    here = Path(__file__).parent
+    tests = sorted(str(path) for pattern in ("test_tensorrt_*.py", "test_triton_*.py") for path in here.glob(pattern))
+    return subprocess.run([*command, *tests], cwd=ROOT, env=plain, check=False).returncode
 
 
 def stubs() -> Path:
