@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -70,4 +70,16 @@ class Drafter(Protocol):
 
     def forget(self, request_id: int) -> None:
         """Drop all state of a request, which has ended."""
+        ...
+
+
+@runtime_checkable
+class LearningDrafter(Drafter, Protocol):
+    """A drafter that looks up drafts in the text of other requests, too."""
+
+    def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int) -> None:
+        """Take in the whole text of a request, prompt and output, before `forget`.
+
+        `propose` does not get the tokens of the last step, and a request that drafts seldom is seldom proposed for.
+        """
         ...

@@ -57,6 +57,9 @@ class Whims(DraftLength):
         self.rng = random.Random(1)
         self.count: Counter[int] = Counter()
 
+    def asks(self, request_id: int, batch: int) -> bool:
+        return self._launches % 8 < 3 or not self.looks_up
+
     def _make(self, pairs: Any, batch: int) -> int:
         made = self.made if self.rng.random() > 0.3 else self.rng.choice(self.costs.draft_lens)
         made = made if pairs else 0
@@ -129,7 +132,7 @@ def test_adaptive_verification_is_auto_up_to_its_number(models: Path, plain: lis
         assert len(run.speculation.acceptance_per_position) == 4
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "draft inside"])
+@pytest.mark.parametrize("mode", ["eagle3", "draft inside", "ngram"])
 def test_the_fast_path_is_entered_and_left(
     mode: str, models: Path, plain: list[Outcome], repeats: Counter[bool]
 ) -> None:

@@ -26,6 +26,8 @@ FIRST_GUESS = 0.7  # share of the drafts at each position that is expected to be
 PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
 PROBE_STEPS = 1  # in a row, in which drafts are tried again
+PROBE_DRAFTS = 2  # that are looked up, and verified in an attempt
+SHOWN = 16  # launches, after which the text of requests that rest is shown to what looks up drafts
 ATTEMPTS = 0.01  # share of the time that attempts may lose: rests are longer where they lose more
 RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
 
@@ -41,6 +43,7 @@ class DraftLength:
     def __init__(self, costs: StepCosts, most: int) -> None:
         self.costs = costs
         self.most = most
+        self._launches = 0  # calls of make
         self.made = 0  # the last decision of make ...
         self._preferred = 0  # ... and of the last launch that was not made to see how long it takes
         self.trace: list[tuple[str, tuple[Any, ...], object]] | None = None  # calls and results; None: not recorded
@@ -57,6 +60,17 @@ class DraftLength:
     def looks_up(self) -> bool:
         """Whether drafts are looked up."""
         return len(self.costs.draft_lens) == 1
+
+    def asks(self, request_id: int, batch: int) -> bool:
+        """Whether drafts of a request are to be looked up, so that `verify` may choose them.
+
+        Not in a rest, or where no drafts could pay, as looking up takes time. But what looks up drafts may do so in the
+        text of other requests, which it sees only when it is asked. So all requests ask now and then.
+        """
+        if not self.looks_up or self._launches % SHOWN == 0 or self.costs.tries(batch) is False:
+            return True
+        known, hopeless = self._requests.get(request_id), self._last_asked[1] == batch and not self._last_answer
+        return known is None or not (known.rest or hopeless)
 
     def observe(self, outcomes: Sequence[Outcome]) -> None:
         """Count what a step accepted."""
@@ -78,6 +92,7 @@ class DraftLength:
         requests of the launch.
         """
         pairs = [(self._of(request_id), limit) for request_id, limit in limits]
+        self._launches += 1
         self._last_offers = None
         tried = self.costs.tries(batch) if any(limit for _, limit in pairs) else None
         if tried:
@@ -224,11 +239,12 @@ class DraftLength:
     def _shortest_rest(self, batch: int) -> int:
         """Steps between two attempts, so that these take their share of the time.
 
-        An attempt is a step in which all requests verify what a launch makes at least, or a draft that was looked up.
+        An attempt is a step in which all requests verify what a launch makes at least, or PROBE_DRAFTS.
         """
         made = 0 if self.looks_up else self.costs.draft_lens[1]
+        drafts = min(PROBE_DRAFTS, self.most) if self.looks_up else made
         plain = self.costs.curve(0, batch, self.most)[0]
-        attempt = self.costs.curve(made, batch, self.most)[batch * max(made, 1)]
+        attempt = self.costs.curve(made, batch, self.most)[batch * drafts]
         return int(PROBE_STEPS * (attempt / plain - 1) / ATTEMPTS)
 
     def _graph(self, most: int) -> int:
@@ -250,8 +266,9 @@ class DraftLength:
             least = 0.0  # all of them: a batch whose shapes do not change costs the host less
         for known, count in pairs:
             known.offered = known.offered or count > 0
+        attempt = PROBE_DRAFTS if self.looks_up else self.most
         lengths = [
-            count if known.probe > 1 else sum([chance >= least for chance in one])
+            min(count, attempt) if known.probe > 1 else sum([chance >= least for chance in one])
             for (known, count), one in zip(pairs, chances, strict=True)
         ]
         return lengths if tried is None or any(lengths) else [count for _, count in pairs]

@@ -18,7 +18,7 @@ from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.errors import DeviceError
-from trtspec.protocols import Drafter, DraftRequest
+from trtspec.protocols import Drafter, DraftRequest, LearningDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class Proposer:
         If it makes another number, `wanted` returns that for the launch. scores: of the drafts of each request; () =
         there are none.
         """
+        if self.asks(requests, scheduler):
+            return False
         if self.chooser is None:
             return True
         B, limits = len(requests), self._limits(requests, scheduler)
@@ -79,6 +81,15 @@ class Proposer:
                 return True
         self._chosen = chosen
         return False
+
+    def asks(self, requests: Sequence[Request], scheduler: Scheduler) -> bool:
+        """Whether the drafter is to be asked for drafts of the next launch, of all running requests."""
+        if self.drafter is None or not self.draft_len(scheduler):
+            return False
+        if self.chooser is None or not self.chooser.looks_up:
+            return True
+        limits = self._limits(requests, scheduler)
+        return any(self.chooser.asks(source, len(requests)) for source, limit in limits if limit)
 
     def _limits(self, requests: Sequence[Request], scheduler: Scheduler) -> list[tuple[int, int]]:
         """Ids of the requests that take drafts, and the most drafts that each takes."""
@@ -108,7 +119,10 @@ class Proposer:
                 for request in requests:
                     if not request.speculates:
                         self.states.forget(request)
-            if self.chooser is not None and not self.chooser.looks_up:
+            if self.chooser is not None and self.chooser.looks_up:
+                asks = [self.chooser.asks(request.request_id, len(scheduler.running)) for request in requests]
+                lengths = [length if one else 0 for length, one in zip(lengths, asks, strict=True)]
+            elif self.chooser is not None:
                 lengths = [min(length, self.chooser.made) for length in lengths]
             self._ask([one for one in zip(requests, lengths, depths, strict=True) if one[1] > 0])
         elif self.drafts_inside:
@@ -143,6 +157,8 @@ class Proposer:
             self.states.forget(request)
         if self.drafter is not None:
             try:
+                if isinstance(self.drafter, LearningDrafter) and request.speculates:
+                    self.drafter.learn(request.request_id, _Shown(request.tokens), request.prompt_len)
                 self.drafter.forget(request.request_id)
             except Exception as error:
                 self.num_failures += 1

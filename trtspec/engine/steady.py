@@ -72,7 +72,7 @@ class SteadyBatch:
             return None  # a tree: its drafts are not in the order of tokens
         same_shapes = outputs.verdict.tokens.shape[1] == K + 1 == _next_inputs(outputs).shape[1]
         all_run = len(batch) == len(scheduler.running) and not batch[0].is_context  # contexts come first
-        if proposer.drafter is not None or not all_run or not same_shapes:
+        if not all_run or not same_shapes or proposer.asks([row.request for row in batch], scheduler):
             return None
         for request, _, draft_len, _ in batch:
             if draft_len != K or len(request.drafts) != K or request.finish_reason is not None or request.needs_host:

@@ -111,15 +111,26 @@ class NGramPoolDrafter:
         """Return for each request, in order, the match that was found, at most max_draft_len tokens."""
         return proposal_of(requests, [self._lookup(request) for request in requests])
 
-    def _lookup(self, request: DraftRequest) -> Tokens:
-        pool, tokens = self._public, request.tokens
-        if not self.public:
-            pool = self._private.setdefault(request.request_id, NGramPool(self.size, self.keep_all))
-        new = tuple(tokens[self._scanned.get(request.request_id, 0) :])
-        self._scanned[request.request_id] = max(0, len(tokens) - (self.num_drafts + self.largest - 1))
-        sizes = range(min(self.largest, len(tokens) - 1), self.smallest - 1, -1)
-        for n in sizes:
+    def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int = 0) -> None:
+        """Add what is new in a request's text to the pool."""
+        new = tuple(tokens[self._scanned.get(request_id, 0) :])
+        self._scanned[request_id] = max(0, len(tokens) - (self.num_drafts + self.largest - 1))
+        pool = self._pool(request_id)
+        for n in self._sizes(tokens):
             for end in range(n, len(new)):
                 pool.add(new[end - n : end], new[end : end + self.num_drafts])
+
+    def _pool(self, request_id: int) -> NGramPool:
+        if self.public:
+            return self._public
+        return self._private.setdefault(request_id, NGramPool(self.size, self.keep_all))
+
+    def _sizes(self, tokens: Sequence[int]) -> range:
+        return range(min(self.largest, len(tokens) - 1), self.smallest - 1, -1)
+
+    def _lookup(self, request: DraftRequest) -> Tokens:
+        pool, tokens = self._pool(request.request_id), request.tokens
+        self.learn(request.request_id, tokens)
+        sizes = self._sizes(tokens)
         found = (pool.find(tuple(tokens[-n:]), self.oldest) for n in sizes)
         return next((match for match in found if match), ())

@@ -15,11 +15,11 @@ A tree has the tokens that follow the best match of each source; `grow` has thei
 The guess with the greatest sum of probabilities is chosen. Of equal guesses from one source it is the one with the
 longer match; of equal guesses from both sources it is the one from the request's own text.
 
-A response enters the tree when its request ends (in Arctic Inference: while it is generated). It lacks what the last
-step accepted, which drafters do not receive. The pace is limited, so that long responses do not delay all requests.
-Each call of `propose` adds ABSORBED_PER_CALL tokens and a few for each request, or removes as many to make room. At
-most max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more than that may wait.
-If max_cached_requests is 0, there is no tree.
+A response enters the tree when its request ends (in Arctic Inference: while it is generated). The pace is limited, so
+that long responses do not delay all requests. Each call of `propose` adds ABSORBED_PER_CALL tokens and a few for each
+request, or removes as many to make room. Where calls are rare, it adds twice as many as the requests got since the
+last one. At most max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more than
+that may wait. If max_cached_requests is 0, there is no tree.
 """
 
 from __future__ import annotations
@@ -87,12 +87,20 @@ class SuffixDrafter:
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Absorb some of the responses that wait; return the best guess for each request, in order."""
-        most = ABSORBED_PER_CALL + ABSORBED_PER_REQUEST * len(requests)
+        known = [request.prompt_len + len(self._responses.get(request.request_id, ())) for request in requests]
+        news = [len(request.tokens) - length for request, length in zip(requests, known, strict=True)]
+        most = ABSORBED_PER_CALL + sum([max(ABSORBED_PER_REQUEST, 2 * new) for new in news])
         if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
             self._absorbing = self._arrivals()
         if requests[0].max_depth is not None:
             return proposal_of_trees(requests, [self._tree(request) for request in requests])
         return proposal_of(requests, [self._guess(request).tokens for request in requests])
+
+    def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int) -> None:
+        """Take in the response of a request, so far."""
+        if self.tree is not None:
+            response = self._responses.setdefault(request_id, array("i"))
+            response.extend(tokens[prompt_len + len(response) :])
 
     def forget(self, request_id: int) -> None:
         """Queue the request's response for the tree, and drop all else that is kept for the request."""
@@ -134,8 +142,7 @@ class SuffixDrafter:
         """The past responses, if they are kept, then the request's own text."""
         text = self._history.update(request)
         if self.tree is not None:
-            response = self._responses.setdefault(request.request_id, array("i"))
-            response.extend(request.tokens[request.prompt_len + len(response) :])
+            self.learn(request.request_id, request.tokens, request.prompt_len)
             pattern = array("i", request.tokens[-self.depth :])
             yield PastResponses(self.tree, pattern, self.min_token_prob)
         yield OwnText(text, self.depth, self.min_token_prob)
