@@ -141,7 +141,7 @@ class EngineCore:
         self._count_saved()
         if self.log is not None:
             self.log.observe(emissions)
-        if self.debug or not self.has_work:
+        if self.debug or not (self.has_work or self.loop.scheduler.allocator.is_whole):
             self.check()
         return emissions
 

@@ -128,10 +128,15 @@ class BlockAllocator:
         if any(block in pinned for pins in self._pinned.values() for pinned in pins):
             raise AssertionError(f"KV block {block} becomes free while a step that includes its owner is in flight")
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all blocks but scratch are free or evictable."""
+        return self.num_free == self.num_blocks - 1
+
     def check(self, live: Iterable[SequenceKV]) -> None:
         """Account for every block: it is free, evictable, or held by as many live sequences as it has references.
 
-        AssertionError says which block is wrong. This is cheap enough to run whenever the engine is idle.
+        AssertionError says which block is wrong. It looks at every block; where all are to be free, ask `is_whole`.
         """
         held = Counter(block for kv in live for block in kv.blocks)
         free = Counter((*self._free, *self._evictable))
