@@ -19,6 +19,7 @@ MOST_NESTED = 64
 """Most levels of brackets in a JSON schema. A deeper one takes much longer to compile."""
 
 MOST_LOGPROBS = 20
+MOST_STOP_CHARACTERS = 1024
 """Largest number of most likely tokens that a request may ask for, next to each token drawn."""
 
 
@@ -136,6 +137,8 @@ class SamplingParams:
                 raise RequestError(f"seed = {self.seed} does not fit 64 bits; use a seed below 2**64")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise RequestError(f"stop = {self.stop!r} must be non-empty strings")
+        if (longest := max(map(len, self.stop), default=0)) > MOST_STOP_CHARACTERS:
+            raise RequestError(f"a stop string has {longest} characters; use {MOST_STOP_CHARACTERS} at most")
         for token in self.stop_token_ids:
             _int("stop_token_ids", token, 0)
         if self.stop and not self.detokenize:

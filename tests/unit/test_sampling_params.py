@@ -99,6 +99,13 @@ def test_min_tokens_beyond_max_tokens() -> None:
     assert SamplingParams(min_tokens=17, max_tokens=None).min_tokens == 17
 
 
+def test_stop_strings_have_a_limit() -> None:
+    """Text that may begin a stop string is held back, and compared with the string for each token."""
+    assert SamplingParams(stop=["a", "b" * 1024]).stop
+    with pytest.raises(RequestError, match="a stop string has 1025 characters; use 1024 at most"):
+        SamplingParams(stop=["a", "b" * 1025])
+
+
 def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="end", detokenize=False)

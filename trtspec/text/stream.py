@@ -80,7 +80,6 @@ class StopMatcher:
         if not all(self._stops):
             raise RequestError(f"stop = {list(self._stops)}: a stop string must not be empty; remove it")
         self._include = include_stop_str_in_output
-        self._beginnings = frozenset(s[:n] for s in self._stops for n in range(1, len(s)))
         self._max_held = max((len(s) - 1 for s in self._stops), default=0)
         self._held = ""
         self.matched: str | None = None  # the stop string found; nothing is emitted after it
@@ -96,10 +95,10 @@ class StopMatcher:
             start, end, self.matched = found
             self._held = ""
             return buffer[: end if self._include else start]
-        num_held = next(
-            (n for n in range(min(self._max_held, len(buffer)), 0, -1) if buffer[-n:] in self._beginnings), 0
+        cut = next(
+            (n for n in range(max(len(buffer) - self._max_held, 0), len(buffer)) if self._may_stop(buffer[n:])),
+            len(buffer),
         )
-        cut = len(buffer) - num_held
         self._held = buffer[cut:]
         return buffer[:cut]
 
@@ -107,6 +106,10 @@ class StopMatcher:
         """End the text; return the text that was held back."""
         held, self._held = self._held, ""
         return held
+
+    def _may_stop(self, text: str) -> bool:
+        """Whether a stop string begins with `text` and goes on."""
+        return any(stop.startswith(text) and len(stop) > len(text) for stop in self._stops)
 
     def _first_stop(self, buffer: str, num_old: int) -> tuple[int, int, str] | None:
         """(start, end, stop) of the first stop string that ends after the `num_old` characters already searched."""

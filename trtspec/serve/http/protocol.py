@@ -22,6 +22,8 @@ from pydantic import (
     model_validator,
 )
 
+from trtspec.sampling_params import MOST_STOP_CHARACTERS
+
 MAX_SAMPLES = 128
 """Maximum number of samples of one request: prompts times n."""
 
@@ -40,7 +42,7 @@ MAX_BIASES = 4096
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
 TokenIds = Many[Annotated[int, Field(ge=0)]]
-StopText = Annotated[str, StringConstraints(min_length=1)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 
 
 class Fields(BaseModel):
