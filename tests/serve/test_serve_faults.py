@@ -154,6 +154,17 @@ def test_who_does_not_read_counts_until_he_is_cut_off(impatient: Server) -> None
     assert [text[:85_000] for text in others] == [first[:85_000]] * 63
 
 
+def test_who_asks_again_without_reading_is_cut_off(impatient: Server) -> None:
+    """uvicorn then shows its newest request only, which waits for the first one to be read."""
+    long = json.dumps({"prompt": [LONGEST_TOKEN] * 1900, "n": 64, "max_tokens": 1, "echo": True}).encode()
+    reader = connect(impatient, request(long, len(long)) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", 4096)
+    end = time.monotonic() + 20
+    while (last := status(impatient, n=128)) == 429 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert last == 200
+    assert len(rest_of(reader)) < 4_000_000
+
+
 def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None:
     halves = [b"", b"POST /v1/comp", request(b'{"prompt": "', 100)]
     connections = [connect(impatient, one) for one in halves]

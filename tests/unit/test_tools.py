@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trtspec.serve.http.protocol import FunctionName, NamedTool, Tool
+from trtspec.serve.http.replies import json_of
 from trtspec.serve.http.tools import (
     HERMES,
     LLAMA3,
@@ -58,6 +60,9 @@ CASES: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     ),
     (LLAMA3, 'The call {"name": "a"} is none.', 'The call {"name": "a"} is none.', []),
     (LLAMA3, '{"no": "call"}', '{"no": "call"}', []),
+    (LLAMA3, '{"name": "weather"}', '{"name": "weather"}', []),  # an answer in JSON, which somebody may have asked for
+    (LLAMA3, '{"name": "Ann", "parameters": {"age": 3}}', '{"name": "Ann", "parameters": {"age": 3}}', []),
+    (LLAMA3, '<|python_tag|>{"name": "other", "parameters": {}}', "", [("other", {})]),
     (LLAMA3, "<|pyth", "<|pyth", []),
 ]
 
@@ -69,7 +74,7 @@ def test_calls_are_found_however_the_text_is_cut(
 ) -> None:
     notation, text, content, calls = case
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    parser, shown = CallParser(notation), ""
+    parser, shown = CallParser(notation, ("weather", "a", "b")), ""
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
         shown += parser.push(text[start:end])
         assert content.startswith(shown)
@@ -109,6 +114,48 @@ def test_demanded_calls_are_a_list_of_those_there_are() -> None:
     assert named["items"]["properties"]["name"]["const"] == "a"
     assert named["items"]["properties"]["arguments"]["required"] == ["x"]
     assert named["maxItems"] == 1
+
+
+def test_half_a_character_in_a_call_is_sent() -> None:
+    """JSON may escape half of a surrogate pair, and UTF-8 cannot have it."""
+    parser = CallParser(HERMES, ["a"])
+    parser.push('<tool_call>{"name": "a", "arguments": {"x": "\\ud83d"}}</tool_call>')
+    [call] = parser.finish()[1]
+    assert json.loads(json_of(call.to_dict()))["function"]["arguments"] == '{"x": "?"}'
+
+
+NESTED = """{
+    "type": "object", "required": ["to", "next"], "additionalProperties": false,
+    "properties": {
+        "to": {"$ref": "#/$defs/Address"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "$ref": {"enum": [{"$ref": "#/none"}]}
+    },
+    "$defs": {"Address": {"type": "object", "required": ["city"], "additionalProperties": false,
+                          "properties": {"city": {"type": "string"}}}}
+}"""
+"""A schema as pydantic makes it of a model in a model, with a field of its own kind."""
+
+
+def test_references_of_a_schema_hold_in_demanded_calls() -> None:
+    """A grammar of the whole takes what the function's own schema takes, and nothing else."""
+    parameters = json.loads(NESTED)
+    tools = [Tool.model_validate({"function": {"name": name, "parameters": parameters}}) for name in "xy"]
+    schema = demanded_schema([*tools, *TOOLS], "required", parallel=True)
+    assert demanded_schema(TOOLS, "required", parallel=True).keys() == {"type", "items", "minItems"}
+    vocabulary = [chr(code) for code in range(32, 127)]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[0]))
+    grammar = compiler.compile_json_schema(json.dumps(schema))
+    assert schema["$defs"]["1"]["properties"]["$ref"] == parameters["properties"]["$ref"], "a value is no reference"
+    inner = {"to": {"city": "B"}, "next": None}
+    for arguments, taken in (
+        (inner, True),
+        ({"to": {"city": "A"}, "next": inner}, True),
+        ({"to": {"city": "A"}, "next": {"to": 3}}, False),
+        ({"to": {"town": "A"}, "next": None}, False),
+    ):
+        for name in "xy":
+            text = json.dumps([{"name": name, "arguments": arguments}])
+            assert xgrammar.GrammarMatcher(grammar).accept_string(text) == taken, text
 
 
 def test_demanded_calls_that_never_end_are_none() -> None:

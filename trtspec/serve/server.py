@@ -128,6 +128,7 @@ def _config(service: Service, app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
+        ws="none",  # there are no WebSockets here, and StalledClients knows HTTP alone
         # After the drain, streams end with an error. Requests that still run _LAST_WORDS seconds later are cut off.
         timeout_graceful_shutdown=math.ceil(service.settings.drain) + _LAST_WORDS,
         server_header=False,

@@ -9,12 +9,12 @@ from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 
 from trtspec.serve.engine.wire import Delta
 from trtspec.serve.http.api_errors import ApiError, api_error
 from trtspec.serve.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
-from trtspec.serve.http.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, step_of, word_of
+from trtspec.serve.http.replies import DONE, ChatLogprobs, CompletionLogprobs, Reply, event, json_of, step_of, word_of
 from trtspec.serve.http.service import HTTPGeneration
 from trtspec.serve.http.tools import CallParser, Notation, read_demanded
 
@@ -60,7 +60,8 @@ class Answer(ABC):
         if not self.body.stream:
             await unless_gone(http, self.generation, self._collect())
             choices = [self.whole(choice) for choice in range(len(self.generation.tallies))]
-            return JSONResponse(self.reply.whole(choices, self.generation.usage()))
+            body = json_of(self.reply.whole(choices, self.generation.usage()))
+            return Response(body, media_type="application/json")
         steps = self.generation.__aiter__()
         first: tuple[int, Delta] = await unless_gone(http, self.generation, anext(steps))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -102,7 +103,7 @@ class CompletionAnswer(Answer):
     def __init__(self, body: CompletionRequest, generation: HTTPGeneration, prompts: list[str] | None) -> None:
         super().__init__(body, generation)
         self.prompts = prompts
-        self.logprobs = [CompletionLogprobs(self.tokenizer) for _ in generation.tallies]
+        self.logprobs = [CompletionLogprobs(self.tokenizer, not body.stream) for _ in generation.tallies]
 
     def opening(self) -> list[dict[str, Any]]:
         """Choices that hold the prompts, if the answer repeats them."""
@@ -143,9 +144,10 @@ class ChatAnswer(Answer):
         super().__init__(body, generation)
         many = range(len(generation.tallies))
         self.unhidden = unhidden
-        self.parsers = [CallParser(notation) for _ in many] if notation is not None else []
+        names = [tool.function.name for tool in body.tools or ()]
+        self.parsers = [CallParser(notation, names) for _ in many] if notation is not None else []
         self.contents = ["" for _ in many]
-        self.logprobs = [ChatLogprobs(self.tokenizer, body.top_logprobs or 0) for _ in many]
+        self.logprobs = [ChatLogprobs(self.tokenizer, body.top_logprobs or 0, not body.stream) for _ in many]
         self.calls: list[list[dict[str, Any]]] = [[] for _ in many]
 
     def opening(self) -> list[dict[str, Any]]:

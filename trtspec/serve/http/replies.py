@@ -37,14 +37,23 @@ class Reply:
 
 def event(body: dict[str, Any]) -> bytes:
     """A server-sent event with a JSON body."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+    return b"data: " + json_of(body) + b"\n\n"
+
+
+def json_of(body: dict[str, Any]) -> bytes:
+    """JSON in UTF-8. Half a surrogate pair, which a model's tool call may escape, becomes "?"."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
 
 
 class CompletionLogprobs:
-    """OpenAI's `logprobs` of a completion: for each token its text, its logprob, the likeliest tokens, its offset."""
+    """OpenAI's `logprobs` of a completion: for each token its text, its logprob, the likeliest tokens, its offset.
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    keep: whether `all` gets them, for a whole answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, keep: bool) -> None:
         self._tokenizer = tokenizer
+        self._keep = keep
         self._length = 0
         self.all: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
@@ -63,15 +72,20 @@ class CompletionLogprobs:
             news["top_logprobs"].append(likeliest)
             news["text_offset"].append(self._length)
             self._length += len(words[0])
-        for name, values in news.items():
-            self.all[name] += values
+        if self._keep:
+            for name, values in news.items():
+                self.all[name] += values
         return news
 
 
 class ChatLogprobs:
-    """OpenAI's `logprobs` of a chat completion. top: number of likeliest tokens that are wanted for each token."""
+    """OpenAI's `logprobs` of a chat completion. top: number of likeliest tokens that are wanted for each token.
 
-    def __init__(self, tokenizer: Tokenizer | None, top: int) -> None:
+    keep: whether `all` gets them, for a whole answer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, top: int, keep: bool) -> None:
+        self._keep = keep
         self._tokenizer = tokenizer
         self._top = top
         self.all: dict[str, Any] = {"content": [], "refusal": None}
@@ -84,7 +98,8 @@ class ChatLogprobs:
         for drawn, *others in delta.logprobs:
             likeliest = sorted((drawn, *others), key=lambda one: one[2])[: self._top]
             news.append({**self._one(*drawn), "top_logprobs": [self._one(*one) for one in likeliest]})
-        self.all["content"] += news
+        if self._keep:
+            self.all["content"] += news
         return {"content": news, "refusal": None}
 
     def _one(self, token: int, logprob: float, rank: int) -> dict[str, Any]:

@@ -25,7 +25,8 @@ class StalledClients:
     """An ASGI middleware around all others, which also watches the server's connections.
 
     It cuts off a connection if for `limit` seconds it has no complete request, or does not take what is being sent. To
-    the app, such a client has hung up. A connection whose request is being computed is never cut off.
+    the app, such a client has hung up. A connection whose request is being computed is never cut off, unless the client
+    sends its next request before it has the answer. uvicorn then no longer knows the first one.
     """
 
     def __init__(self, app: ASGIApp, limit: float) -> None:
@@ -64,6 +65,10 @@ class StalledClients:
         still = {}
         for connection in list(connections):
             cycle, transport = connection.cycle, connection.transport
+            if connection.pipeline:
+                logger.info("a client that sends requests without waiting for answers is cut off")
+                transport.abort()
+                continue
             if cycle is not None and not cycle.response_complete and not transport.is_closing():
                 since = cycle.scope.get(_SINCE, now)
             else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,6 +86,8 @@ def _read_llama3(text: str) -> list[Call]:
     rest, calls = text.removeprefix("<|python_tag|>").strip(), []
     while rest:
         value, end = _decoder.raw_decode(rest)
+        if isinstance(value, dict) and not {"parameters", "arguments"} & value.keys():
+            raise ValueError("no call")  # any JSON answer with a name would look like one
         calls.append(_call(value))
         rest = rest[end:].lstrip("; \n")
     return calls
@@ -114,10 +116,13 @@ class CallParser:
 
     It returns content as it comes. From the first marker on it holds the text, and parses it when the text ends. Text
     that begins like a call and is none is content. Special tokens are never content.
+
+    names: names of the tools. A text that is JSON without a marker is a call of these tools only.
     """
 
-    def __init__(self, notation: Notation) -> None:
+    def __init__(self, notation: Notation, names: Collection[str]) -> None:
         self._notation = notation
+        self._names = frozenset(names)
         self._held = ""  # text that may become a marker, or begins with one
         self._specials: set[str] = set()  # special tokens so far
         self._in_call = False
@@ -148,7 +153,10 @@ class CallParser:
         if not self._in_call:
             return held, []
         try:
-            return "", self._notation.read(held)
+            calls = self._notation.read(held)
+            if held.lstrip().startswith("{") and not self._names.issuperset(call.name for call in calls):
+                raise ValueError("an answer in JSON")
+            return "", calls
         except (ValueError, RecursionError):  # includes JSON's errors
             for marker in self._specials.intersection(self._notation.markers):
                 held = held.replace(marker, "")
@@ -187,24 +195,43 @@ def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bo
     wanted = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
         wanted = [function for function in wanted if function.name == choice.function.name]
-    one = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": function.name},
-                "arguments": function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for function in wanted
-    ]
+    one, definitions = [], {}
+    for i, function in enumerate(wanted):
+        arguments = function.parameters or {"type": "object"}
+        moved = _moved(arguments, f"#/$defs/{i}")
+        if moved != arguments:  # its references count from the root of its own schema
+            definitions[str(i)], arguments = moved, {"$ref": f"#/$defs/{i}"}
+        one.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": function.name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
     single = not parallel or isinstance(choice, NamedTool)
     return {
+        **({"$defs": definitions} if definitions else {}),
         "type": "array",
         "items": one[0] if len(one) == 1 else {"anyOf": one},
         "minItems": 1,
         **({"maxItems": 1} if single else {}),
+    }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """The schema as it is to be at `place` in another one: references to its root lead there."""
+    if isinstance(schema, list):
+        return [_moved(one, place) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("const", "enum", "default", "examples")  # these are values, not schemas
+        else place + value[1:]
+        if key == "$ref" and isinstance(value, str) and value.startswith("#")
+        else _moved(value, place)
+        for key, value in schema.items()
     }
 
 
