@@ -29,6 +29,7 @@ from trtspec.gguf.names import KEPT_BITS, hf_name
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder, loaded_bytes
 from trtspec.ops.packing import unpack
+from trtspec.text import Tokenizer
 
 ARCHS = ("llama", "llama31", "llama_linear", "llama_yarn", "qwen2", "qwen3")
 SIZES = {
@@ -202,6 +203,75 @@ def test_without_a_cache_the_folder_is_temporary(tmp_path: Path, monkeypatch: py
     model = ModelConfig.from_folder(file)
     assert model.path.name.startswith("trtspec-gguf-")
     assert len(hf_tensors(load_decoder(model, torch.float32))) == 3 * 9 + 3
+
+
+def read(tmp_path: Path, extra: Any) -> ModelConfig:
+    return ModelConfig.from_folder(write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "model.gguf", extra=extra))
+
+
+@pytest.mark.parametrize(
+    ("entries", "factor"),
+    [
+        ({"scale_linear": 8.0}, 8),
+        ({"scaling.factor": 4.0}, 4),
+        ({"scaling.factor": 0.0}, 1),
+        ({"scale_linear": 1.0}, 1),
+    ],
+)
+def test_a_factor_alone_is_a_linear_one(tmp_path: Path, entries: dict[str, float], factor: float) -> None:
+    """Files of 2023 name no kind of scaling. llama.cpp reads them as linear, and 0 as none."""
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        for key, value in entries.items():
+            writer.add_float32(f"llama.rope.{key}", value)
+
+    rope = read(tmp_path, extra).rope
+    assert (rope.rope_type, rope.factor) == (("default", 1.0) if factor == 1 else ("linear", factor))
+
+
+def yarn(writer: gguf.GGUFWriter) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(64)
+
+
+def test_all_settings_of_yarn_are_read_or_refused(tmp_path: Path) -> None:
+    def betas(writer: gguf.GGUFWriter) -> None:
+        yarn(writer)
+        writer.add_rope_scaling_yarn_beta_fast(16.0)
+        writer.add_rope_scaling_yarn_beta_slow(2.0)
+        writer.add_rope_scaling_yarn_ext_factor(1.0)
+
+    rope = read(tmp_path, betas).rope
+    assert (rope.rope_type, rope.factor, rope.beta_fast, rope.beta_slow) == ("yarn", 4.0, 16.0, 2.0)
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor", "yarn_log_multiplier"):
+
+        def extra(writer: gguf.GGUFWriter, key: str = f"llama.rope.scaling.{name}") -> None:
+            yarn(writer)
+            writer.add_float32(key, 0.5)
+
+        refused(tmp_path, extra, f"'llama.rope.scaling.{name}' = 0.5 is not read; only [01] is supported")
+
+
+def test_tokens_end_a_text_by_their_names_and_templates_have_names(tmp_path: Path) -> None:
+    """As in llama.cpp, as files name one token that ends a text. A word of plain text is none, whatever it is."""
+    tokens = [*"abc", "ab", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "</s>"]
+    kinds = [1, 1, 1, 1, 3, 3, 3, 4, 1]
+
+    def extra(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(tokens)
+        writer.add_token_types(kinds)
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(6)
+        writer.add_chat_template([{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
+
+    model = read(tmp_path, extra)
+    assert model.eos_token_ids == {4, 6, 7}
+    tokenizer = Tokenizer.from_folder(model.path)
+    assert tokenizer is not None
+    assert tokenizer.chat_templates == {"default": "plain", "tool_use": "tools"}
 
 
 def refused(tmp_path: Path, extra: Any, match: str, error: type[Exception] = UnsupportedError) -> None:

@@ -196,7 +196,8 @@ def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path, name: object) 
 
 def test_a_model_of_one_gguf_file_is_read_as_such(hub: Hub, tmp_path: Path) -> None:
     file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "tiny.gguf", "Q8_0")
-    hub.add("some/model", {"README.md": b"words", "tiny.gguf": file.read_bytes()})
+    config = json.dumps({"model_type": "llama"}).encode()
+    hub.add("some/model", {"README.md": b"words", "tiny.gguf": file.read_bytes(), "config.json": config})
     found = ask(hub, tmp_path)
     assert found["files"] == ["config.json", "generation_config.json", "model.gguf"]
     hub.add("some/model", {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})

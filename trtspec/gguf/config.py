@@ -9,6 +9,7 @@ import numpy as np
 
 from trtspec.gguf.metadata import MetadataReader
 from trtspec.gguf.names import ROPE_FACTORS, hf_name, kept_linears
+from trtspec.gguf.tokenizer import ending_ids
 
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 """Entries of the tokens that end a text, a turn, a message."""
@@ -96,23 +97,34 @@ def _quantization(metadata: MetadataReader) -> dict[str, Any]:
 
 
 def _ends(metadata: MetadataReader, size: int) -> list[int] | None:
-    found = (metadata.optional_id(key, size) for key in _ENDS)
-    return list(dict.fromkeys(token for token in found if token is not None)) or None
+    found = [metadata.optional_id(key, size) for key in _ENDS]
+    return list(dict.fromkeys(token for token in (*found, *ending_ids(metadata, size)) if token is not None)) or None
 
 
 def _rope_scaling(metadata: MetadataReader, head_dim: int) -> dict[str, Any] | None:
     if ROPE_FACTORS in metadata.file.tensors:
         return _llama3(metadata, head_dim)
-    kind = metadata.text(f"{metadata.prefix}.rope.scaling.type", "none")
+    kind = metadata.text(f"{metadata.prefix}.rope.scaling.type", "linear")
     if kind == "none":
         return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
+    if kind == "linear":  # files of 2023 have the factor alone, under one name or the other
+        key = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if metadata.has(key)), "")
+        if not key or metadata.file.metadata[f"{metadata.prefix}.{key}"] in (0, 1):  # both mean that there is none
+            return None
+        return {"rope_type": "linear", "factor": metadata.number(key)}
     if kind == "yarn":
+        for key in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+            if metadata.number(f"rope.scaling.{key}", 1.0) != 1:
+                raise metadata.unsupported(f"{metadata.prefix}.rope.scaling.{key}", "only 1 is supported")
+        multiplier = f"{metadata.prefix}.rope.scaling.yarn_log_multiplier"
+        if metadata.file.metadata.get(multiplier):
+            raise metadata.unsupported(multiplier, "only 0 is supported")
         return {
             "rope_type": "yarn",
             "factor": metadata.number("rope.scaling.factor"),
             "original_max_position_embeddings": metadata.positive("rope.scaling.original_context_length"),
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow", 1.0),
         }
     raise metadata.unsupported(f"{metadata.prefix}.rope.scaling.type", "supported: none, linear, yarn")
 

@@ -32,6 +32,14 @@ PRE_TOKENIZERS = {
     "smollm": (r"\p{N}", _GPT2),
 }
 """tokenizer.ggml.pre -> the expressions that split text, applied one after the other."""
+ENDINGS = frozenset(
+    (
+        "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+        "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+        "<end_of_utterance>",
+    )
+)  # fmt: skip
+"""Names of tokens that end a text or a turn."""
 _LLAMA_BPE = "llama-bpe"  # texts begin with BOS unless the file says otherwise; words that are tokens stay whole
 
 
@@ -54,9 +62,31 @@ def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, An
     ids = {name: metadata.optional_id(f"tokenizer.ggml.{name}_token_id", len(tokens)) for name in _SPECIAL}
     config |= {_SPECIAL[name]: tokens[token] for name, token in ids.items() if token is not None}
     _frame(metadata, tokenizer, tokens, ids, adds_bos)
-    if "tokenizer.chat_template" in metadata.file.metadata:
-        config["chat_template"] = metadata.text("tokenizer.chat_template")
+    if templates := _chat_templates(metadata):
+        config["chat_template"] = templates
     return str(tokenizer.to_str()), config
+
+
+def ending_ids(metadata: MetadataReader, size: int) -> list[int]:
+    """Ids of the tokens that end a text in llama.cpp by what they are called, whatever the file's entries say.
+
+    Here only control tokens and those that users defined count. size: ids of the model.
+    """
+    if "tokenizer.ggml.model" not in metadata.file.metadata:
+        return []
+    named = zip(*_tokens(metadata, size), strict=True)
+    return [i for i, (token, kind) in enumerate(named) if token in ENDINGS and kind in (_CONTROL, _USER_DEFINED)]
+
+
+def _chat_templates(metadata: MetadataReader) -> str | list[dict[str, str]] | None:
+    """The chat template; a list if some have names, as tokenizer_config.json has them."""
+    key, found = "tokenizer.chat_template", list[dict[str, str]]()
+    default = metadata.text(key) if key in metadata.file.metadata else None
+    if f"{key}s" in metadata.file.metadata:
+        found = [{"name": name, "template": metadata.text(f"{key}.{name}")} for name in metadata.texts(f"{key}s")]
+    if default is not None and found:
+        found.insert(0, {"name": "default", "template": default})
+    return found or default
 
 
 def _tokens(metadata: MetadataReader, size: int) -> tuple[list[str], list[int]]:

@@ -37,10 +37,9 @@ def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revis
 def _of_hub(name: str, role: str, revision: str | None) -> Path:
     """Folder of a name on the Hub; looked up once in a process, so that all its code sees the same commit."""
     folder = snapshot(name, role, revision)
-    if (folder / "config.json").is_file():
-        return folder
     files = sorted(folder.glob(f"*{SUFFIX}"))
-    return _of_gguf(files[0], role) if len(files) == 1 else folder
+    # next to a GGUF file, config.json may have a word or two; the file says all of it
+    return _of_gguf(files[0], role) if len(files) == 1 and not any(folder.glob("*.safetensors")) else folder
 
 
 def _of_gguf(file: Path, role: str) -> Path:
