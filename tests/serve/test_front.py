@@ -15,7 +15,7 @@ import tokenizers
 from tests.serve.server import DEMO
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta, EngineInfo
-from trtspec.serve.http.replies import CompletionLogprobs
+from trtspec.serve.http.replies import ChatLogprobs, CompletionLogprobs
 from trtspec.serve.http.routes import build_app
 from trtspec.serve.http.service import Service
 from trtspec.serve.settings import ServeSettings
@@ -201,10 +201,21 @@ def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
     assert ticks > 10
 
 
+def test_a_part_of_a_character_has_its_bytes() -> None:
+    """Clients join the bytes of tokens to get characters."""
+    tokenizer = mistral()
+    ids = tokenizer.encode("a 𓀀", add_special_tokens=False)
+    assert "\ufffd" in [tokenizer.decode([token]) for token in ids]
+    deltas = [Delta(0, 0, "", [token], [], 0, False, logprobs=[[(token, -0.5, 1)]]) for token in ids]
+    told = [ChatLogprobs(tokenizer, 0, False).add(delta) for delta in deltas]
+    parts = [part["content"][0]["bytes"] for part in told if part is not None]
+    assert b"".join(map(bytes, parts)).decode().lstrip() == "a 𓀀"
+
+
 def test_of_tokens_with_one_text_the_drawn_ones_logprob_is_told() -> None:
     tokenizer = mistral()
     halves = [token for token in range(tokenizer.vocab_size) if tokenizer.decode([token]) == "\ufffd"][:2]
     likeliest = [(halves[0], -0.5, 1), (halves[1], -3.0, 2)]
-    told = CompletionLogprobs(tokenizer).add(Delta(0, 0, "", halves[:1], [], 0, False, logprobs=[likeliest]))
+    told = CompletionLogprobs(tokenizer, True).add(Delta(0, 0, "", halves[:1], [], 0, False, logprobs=[likeliest]))
     assert told is not None
     assert (told["token_logprobs"], told["top_logprobs"]) == ([-0.5], [{"\ufffd": -0.5}])

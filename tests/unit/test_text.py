@@ -49,6 +49,41 @@ def test_deltas_add_up_to_decode(name: str, data: st.DataObject, skip: bool) -> 
     assert text + detokenizer.flush() == tokenizer.decode(ids, skip)
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_text_goes_on_from_its_prompt(name: str, data: st.DataObject, skip: bool) -> None:
+    tokenizer = TOKENIZERS[name]
+    prompt, ids = data.draw(token_ids(tokenizer)), data.draw(token_ids(tokenizer))
+    detokenizer = IncrementalDetokenizer(tokenizer, skip, prompt)
+    text = detokenizer.push(ids) + detokenizer.flush()
+    last = [token for token in prompt if tokenizer.is_visible(token, skip)][-1:]
+    before = tokenizer.decode(last, skip)
+    if "\ufffd" in before or tokenizer.is_byte_token(last[0] if last else 0):
+        last, before = [], ""
+    assert before + text == tokenizer.decode([*last, *ids], skip)
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "gemma"])
+@settings(max_examples=200, deadline=None)
+@given(text=unicode_text)
+def test_bytes_of_tokens_add_up_to_the_text(name: str, text: str) -> None:
+    """Also where a token is a part of a character. The space that some put before a text is one of theirs."""
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    decoded = tokenizer.decode(ids).encode()
+    assert b"".join(map(tokenizer.token_bytes, ids)) in (decoded, b" " + decoded)
+
+
+def test_the_space_before_a_first_word_is_kept() -> None:
+    """Decoders of SentencePiece drop it at the start of a text, and the text begins with the prompt."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    prompt, ids = (tokenizer.encode(text, add_special_tokens=False) for text in ("the", "the"))
+    for before, expected in ((prompt, " the"), ([], "the"), ([1], "the")):
+        detokenizer = IncrementalDetokenizer(tokenizer, True, before)
+        assert detokenizer.push(ids) + detokenizer.flush() == expected
+
+
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
 def test_byte_level_text_is_not_held_back_longer_than_needed(data: st.DataObject) -> None:

@@ -105,7 +105,7 @@ class EngineCore:
                     eos_ids=eos_ids,
                     stop_token_ids=stop_ids,
                     include_stop=params.include_stop_str_in_output,
-                    text=self._text_stream(params),
+                    text=self._text_stream(params, prompt),
                     max_draft_len=sys.maxsize if params.max_draft_len is None else params.max_draft_len,
                     speculates=params.max_draft_len != 0,
                     logprobs=None if params.logprobs is None else LogprobRecord(params.logprobs, self.tokenizer),
@@ -219,7 +219,7 @@ class EngineCore:
             self._compiler = GrammarCompiler(self.tokenizer, self.model.vocab_size)
         return self._compiler
 
-    def _text_stream(self, params: SamplingParams) -> TextStream | None:
+    def _text_stream(self, params: SamplingParams, prompt: Sequence[int]) -> TextStream | None:
         if self.tokenizer is None or not params.detokenize:
             if params.stop:
                 raise RequestError("stop strings need a tokenizer, and this model folder has none; use stop_token_ids")
@@ -230,6 +230,7 @@ class EngineCore:
             skip_special_tokens=params.skip_special_tokens,
             include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            prompt=prompt,
         )
 
     def _length_limit(self, prompt: list[int], params: SamplingParams) -> int:

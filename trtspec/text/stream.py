@@ -21,14 +21,17 @@ class IncrementalDetokenizer:
 
     Decoding depends on the left neighbour: a leading space is dropped only at the start of a text. So new ids are
     decoded after those of the previous delta. The window holds a few ids, however long the text is.
+
+    prompt: ids that the text goes on from. The space between the two is then part of the text: the law holds for the
+    prompt's last visible token and all ids, without the text of that token. Only a token of whole characters counts.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []  # ids of the previous delta, then the ids since
-        self._num_context = 0  # number of ids of the previous delta
-        self._num_sent = 0  # number of characters of decode(window) already returned
+        self._window = self._context(prompt)  # ids of the previous delta, then the ids since
+        self._num_context = len(self._window)  # number of ids of the previous delta
+        self._num_sent = len(self._decode_window())  # number of characters of decode(window) already returned
 
     def push(self, token_ids: Iterable[int]) -> str:
         """Append ids; return the text that became certain, often ""."""
@@ -39,6 +42,14 @@ class IncrementalDetokenizer:
         text = self._decode_window()[self._num_sent :]
         self._window, self._num_context, self._num_sent = [], 0, 0
         return text
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The last visible token of the prompt, if it is a text of its own."""
+        visible = (token for token in reversed(prompt) if self._tokenizer.is_visible(token, self._skip_special_tokens))
+        last = next(visible, None)
+        if last is None or self._tokenizer.is_byte_token(last):
+            return []
+        return [] if _REPLACEMENT in self._tokenizer.decode([last], self._skip_special_tokens) else [last]
 
     def _decode_window(self) -> str:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)
@@ -140,9 +151,10 @@ class TextStream:
         skip_special_tokens: bool = True,
         include_stop_str_in_output: bool = False,
         min_tokens: int = 0,
+        prompt: Sequence[int] = (),
     ) -> None:
-        """Stop strings completed within the first `min_tokens` ids do not count."""
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        """Stop strings completed within the first `min_tokens` ids do not count. prompt: ids before the text."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens, prompt)
         self._matcher = StopMatcher(stop, include_stop_str_in_output)
         self._min_tokens = min_tokens
         self.num_tokens = 0

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
+# GPT-2's spelling of bytes: printable ones stand for themselves, the others are the characters from U+0100 on
+_BYTES = {chr(byte): bytes([byte]) for byte in _PRINTABLE} | {
+    chr(256 + i): bytes([byte]) for i, byte in enumerate(sorted(set(range(256)).difference(_PRINTABLE)))
+}
 
 
 class Tokenizer:
@@ -38,9 +43,9 @@ class Tokenizer:
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self._special_ids = frozenset(
-            token for token, added in backend.get_added_tokens_decoder().items() if added.special
-        )
+        added_tokens = backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added_tokens)
+        self._special_ids = frozenset(token for token, added in added_tokens.items() if added.special)
         decoder = backend.decoder  # its state is its part of tokenizer.json; to_str() would include the vocabulary
         state = b"" if decoder is None else decoder.__getstate__()
         self._has_byte_fallback = b'"ByteFallback"' in state
@@ -115,6 +120,17 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """Spelling of a token in the tokenizer; None if there is no such id."""
         return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that a token stands for inside a text, in UTF-8; a token may be a part of a character."""
+        text = self._backend.id_to_token(token_id)
+        if text is None or token_id in self._added_ids or not (self._is_byte_level or self._has_byte_fallback):
+            return self.decode([token_id], skip_special_tokens=False).encode()
+        if self._is_byte_level:
+            return b"".join([_BYTES.get(c, c.encode()) for c in text])
+        if self.is_byte_token(token_id):
+            return bytes([int(text[3:-1], 16)])
+        return text.replace("\u2581", " ").encode()
 
     def token_id(self, text: str) -> int | None:
         """Id of the token with this spelling; None if there is none."""

@@ -63,7 +63,7 @@ class CompletionLogprobs:
             return None
         news: dict[str, list[Any]] = {name: [] for name in self.all}
         for entry in delta.logprobs:
-            words = [word_of(token, self._tokenizer) for token, *_ in entry]
+            words = [part_of(token, self._tokenizer).decode(errors="replace") for token, *_ in entry]
             news["tokens"].append(words[0])
             news["token_logprobs"].append(entry[0][1])
             likeliest: dict[str, float] = {}
@@ -103,13 +103,18 @@ class ChatLogprobs:
         return {"content": news, "refusal": None}
 
     def _one(self, token: int, logprob: float, rank: int) -> dict[str, Any]:
-        word = word_of(token, self._tokenizer)
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode(errors="replace"))}
+        part = part_of(token, self._tokenizer)
+        return {"token": part.decode(errors="replace"), "logprob": logprob, "bytes": list(part)}
 
 
 def word_of(token: int, tokenizer: Tokenizer | None) -> str:
     """Text of a token by itself; half a character is U+FFFD. Without a tokenizer, its id."""
     return str(token) if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+def part_of(token: int, tokenizer: Tokenizer | None) -> bytes:
+    """Bytes of a token inside a text, which may be a part of a character. Without a tokenizer, its id."""
+    return str(token).encode() if tokenizer is None else tokenizer.token_bytes(token)
 
 
 def step_of(delta: Delta, tokenizer: Tokenizer | None) -> dict[str, Any]:
