@@ -48,7 +48,7 @@ def make_eagle3(
         "tie_word_embeddings": False,
         **({} if target_ids is None else {"draft_vocab_size": len(target_ids)}),
         **({} if mask is None else {"ptd_token_id": mask}),
-        **({} if capture is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}}),
+        **({} if capture is None else {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}),
         **fields,
     }
     vocab, hidden, width = (config[name] for name in ("vocab_size", "hidden_size", "head_dim"))

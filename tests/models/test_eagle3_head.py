@@ -162,12 +162,16 @@ def test_captured_are_the_residual_streams_after_the_layers_named(deep: Path) ->
 
 CHECKPOINT_SAYS: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "nested": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]}},
+    "nested": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 8]}},
+    "ModelOpt's": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 7, 4]}},
+    "none": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": []}},
     "top level": {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]},
 }
 CAPTURES: list[tuple[str, dict[str, Any], tuple[int, ...]]] = [
     ("nothing", {}, (1, 3, 4)),  # EAGLE3's own choice
-    ("nested", {}, (0, 3, 7)),  # vLLM's ids: the layer that the stream enters
+    ("nested", {}, (1, 4, 7)),  # vLLM's ids: the layer that the stream enters
+    ("ModelOpt's", {}, (1, 4, 7)),  # the layer that it leaves, in any order
+    ("none", {}, (1, 3, 4)),
     ("top level", {}, (0, 3, 7)),
     ("nothing", {"capture_layers": (0, 6, -1)}, (0, 6, -1)),
     ("nested", {"capture_layers": (5, 6, 7)}, (5, 6, 7)),  # the user's choice takes precedence
@@ -183,7 +187,7 @@ def test_who_chooses_the_layers(
         assert eagle_step(llm).worker.capture_layers == expected
 
 
-@pytest.mark.parametrize(("layers", "expected"), [(None, (0, 3, 7)), ([2, 5, -1], (2, 5, -1))])
+@pytest.mark.parametrize(("layers", "expected"), [(None, (1, 4, 7)), ([2, 5, -1], (2, 5, -1))])
 def test_layers_as_tensorrt_llm_says_them(
     tmp_path: Path, deep: Path, layers: list[int] | None, expected: tuple[int, ...]
 ) -> None:
@@ -198,7 +202,7 @@ def test_a_head_found_by_its_folders_name_keeps_its_layers(tmp_path: Path, deep:
     """Without a method the folder's name says eagle3, and config.json still says which layers."""
     head = make_eagle3(tmp_path, deep, name="my-EAGLE3-head", **CHECKPOINT_SAYS["nested"])
     with LLM(deep, {"model": str(head), "num_speculative_tokens": K}) as llm:
-        assert eagle_step(llm).worker.capture_layers == (0, 3, 7)
+        assert eagle_step(llm).worker.capture_layers == (1, 4, 7)
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -236,6 +236,10 @@ class CapturingOptions(HeadOptions):
                 f"capture_layers={capture}: the target has {config.num_layers} layers; use ids in "
                 f"[0, {config.num_layers - 1}]"
             )
+        if list(capture) != sorted(set(capture)):
+            raise ConfigError(
+                f"capture_layers={capture}: list each layer once, in ascending order, as engines read them"
+            )
         return capture
 
 

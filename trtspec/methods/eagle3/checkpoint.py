@@ -103,17 +103,22 @@ def _nested(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _capture_layers(config: ModelConfig, nested: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Convert the layers from vLLM's ids, which every public checkpoint that names layers uses."""
+    """Return the layers that config.json names as "after layer i", ascending: their states are concatenated so.
+
+    Ids are vLLM's. But those in eagle_config whose lowest is 1 are ModelOpt's, which are "after layer i" already. No
+    head of vLLM's ids reads what enters layer 1 (sgl-project/sglang#25454).
+    """
     name = "eagle_aux_hidden_state_layer_ids"
     ids = nested.get(name, config.raw.get(name))
-    if ids is None:
+    if ids is None or ids == []:
         return None
     if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 1 for i in ids):
         raise CheckpointError(
             f"draft model {config.path}: {name} = {ids!r} is not a list of layer numbers >= 1 (an id is the layer "
             "entered; 0, the embedding, is not captured); correct config.json"
         )
-    return capture_layers_from_vllm(tuple(ids))
+    ids = tuple(sorted(ids))
+    return ids if name in nested and ids[0] == 1 else capture_layers_from_vllm(ids)
 
 
 def _positive(config: ModelConfig, raw: Mapping[str, Any], name: str, default: int) -> int:
@@ -155,9 +160,14 @@ def read(checkpoint: CheckpointConfig, config: SpeculativeConfig) -> DraftInfo:
 
 def check_target(config: SpeculativeConfig, target: TargetInfo, draft: DraftInfo | None) -> None:
     """Raise ConfigError for a target whose states no EAGLE3 head reads."""
-    if not any(kind in target.model_type for kind in EAGLE3_TARGETS):
+    check_family(target.model_type)
+
+
+def check_family(model_type: str) -> None:
+    """Raise ConfigError for the model_type of a target whose states no EAGLE3 head reads."""
+    if not any(kind in model_type for kind in EAGLE3_TARGETS):
         families = [name.removesuffix("ForCausalLM").lower() for name in ARCHITECTURES]
         loadable = [name for name in families if any(kind in name for kind in EAGLE3_TARGETS)]
         raise ConfigError(
-            f"method='eagle3' with a target of model_type={target.model_type!r}; use a target of " + ", ".join(loadable)
+            f"method='eagle3' with a target of model_type={model_type!r}; use a target of " + ", ".join(loadable)
         )

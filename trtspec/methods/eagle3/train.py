@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import ConfigError
+from trtspec.methods.eagle3.checkpoint import check_family
 from trtspec.methods.eagle3.head import Eagle3Head, Eagle3Spec
 from trtspec.methods.eagle3.weights import eagle3_tensors
 from trtspec.methods.head import DraftHead
@@ -48,7 +49,8 @@ class Eagle3Options(CapturingOptions):
         self.check_sizes("draft_vocab_size", "intermediate_size")
 
     def check_target(self, config: ModelConfig) -> None:
-        """Raise ConfigError if draft_vocab_size exceeds the target's vocabulary."""
+        """Raise ConfigError if draft_vocab_size exceeds the target's vocabulary, or no engine would take the head."""
+        check_family(config.model_type)
         if (self.draft_vocab_size or 0) > config.vocab_size:
             raise ConfigError(
                 f"draft_vocab_size={self.draft_vocab_size}: the target's vocabulary has {config.vocab_size} ids"
@@ -106,14 +108,14 @@ def eagle3_config(head: Eagle3Head, target: ModelConfig, capture: Sequence[int],
     """Return config.json in the public layout. ConfigError if the head reads the stream after the last norm."""
     if any(i < 0 for i in capture):
         raise ConfigError(f"capture_layers={tuple(capture)}: the public layout cannot name the stream after the norm")
+    ids = {"eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture]}  # there, an id is the layer entered
+    nested = {"use_aux_hidden_state": True, **({} if 0 in capture else ids)}  # where 1 means something else
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **layer_config(head.spec.layer, target, dtype),
         "draft_vocab_size": head.spec.draft_vocab_size,
         "target_hidden_size": head.spec.target_hidden_size,
         "norm_before_residual": head.spec.norm_before_residual,
-        "eagle_config": {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": [i + 1 for i in capture],  # there, an id is the layer entered
-        },
+        "eagle_config": nested,
+        **(ids if 0 in capture else {}),
     }
