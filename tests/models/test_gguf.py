@@ -194,7 +194,7 @@ def test_a_folder_is_kept_until_the_file_changes(tmp_path: Path) -> None:
     second = ModelConfig.from_folder(file)
     assert second.path != first
     assert second.num_layers == 1
-    assert not list((tmp_path / "cache").glob("removed-*"))
+    assert not list((tmp_path / "cache").glob("filling-*"))
 
 
 def test_without_a_cache_the_folder_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,5 +57,9 @@ def test_the_key_has_every_setting_that_graphs_depend_on() -> None:
     assert {*OTHER, *AT_RUN_TIME} == {field.name for field in fields(SpeculationPlan)}
     for name, value in OTHER.items():
         assert in_graphs(replace(plan, **{name: value})) != in_graphs(plan), name
+    schedule = replace(
+        plan, draft_len_schedule=((4, 3), (8, 1))
+    )  # graphs for 0, 1 and 3 drafts, as chosen lengths have
+    assert in_graphs(schedule) != in_graphs(replace(schedule, chooses_draft_len=True)), "these give scores"
     for name, value in AT_RUN_TIME.items():
         assert in_graphs(replace(plan, **{name: value})) == in_graphs(plan), name

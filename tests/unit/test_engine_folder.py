@@ -137,6 +137,17 @@ def test_layers_that_came_with_the_target_are_read_in_the_engine(tmp_path: Path,
     assert context.folders == (tmp_path / "target",)
 
 
+def test_a_draft_that_is_in_the_engine_has_no_revision(tmp_path: Path) -> None:
+    """The user named a commit on the Hub. The engine has a folder with its files."""
+    engine(tmp_path)
+    named = {"method": "eagle3", "model": "some/head", "revision": "abc", "num_speculative_tokens": 2}
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text("{}")
+    config = EngineFolder(tmp_path, {"speculative_config": named}).speculative_config()
+    assert config is not None
+    assert (config.model, config.revision) == (str(tmp_path / "draft"), None)
+
+
 @pytest.mark.parametrize(
     "fields", [{"model": "[ngram]"}, {"method": "ngram", "model": "ngram"}, {"method": "ngram"}], ids=str
 )

@@ -17,8 +17,8 @@ import json
 import logging
 import math
 import os
+import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -31,7 +31,7 @@ from typing_extensions import Self
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.file_lock import FileLock
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.hub.kept import cache_folder, check_private, make_private
+from trtspec.hub.kept import FILLING, cache_folder, check_private, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -263,18 +263,19 @@ class Cache:
 
     def _remove(self, path: Path) -> None:
         """Remove an engine's folder. For other processes it is gone at once."""
-        away = Path(tempfile.mkdtemp(dir=self.folder, prefix=_REMOVED))
-        try:
-            os.rename(path, away / path.name)
-        except FileNotFoundError:
-            pass
-        finally:
+        away = self.folder / f"{_REMOVED}{secrets.token_hex(8)}"  # no folder around it: a full disk has no room for one
+        with suppress(FileNotFoundError):
+            os.rename(path, away)
             shutil.rmtree(away, ignore_errors=True)
 
     def _sweep(self, key: str) -> None:
         """Remove what is left of processes that died in a build or a removal. The caller holds the lock on `key`."""
         for path in self.folder.glob(f"{_REMOVED}*"):
             shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{FILLING}*"):
+            with suppress(FileNotFoundError):
+                if time.time() - path.stat().st_mtime > 3600:
+                    shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{_BUILDING}*"):
             theirs = path.name.removeprefix(_BUILDING)
             lock = None if theirs == key else FileLock.acquire(self.folder / f"{theirs}.lock")

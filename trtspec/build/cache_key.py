@@ -175,6 +175,7 @@ def in_graphs(spec_plan: SpeculationPlan | None) -> dict[str, Any] | None:
     return {
         "mode": spec_plan.mode.name,
         "draft_lens": sorted(scheduled_draft_lens(spec_plan)),
+        "scores": spec_plan.chooses_draft_len,
         "tree": None if spec_plan.tree is None else asdict(spec_plan.tree),
         "quantization": spec_plan.quantization,
         "capture_layers": spec_plan.capture_layers,

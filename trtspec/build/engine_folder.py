@@ -167,7 +167,10 @@ class EngineFolder:
             model = str(self.path / "draft")
         elif model is not None and (row is None or row.checkpoint is not None):  # layers that came with the target
             model = str(self.path / "target")
-        return config.model_copy(update={"method": None if row is None else row.name, "model": model})
+        revision = config.revision if model == config.model else None  # a folder of the engine's has none
+        return config.model_copy(
+            update={"method": None if row is None else row.name, "model": model, "revision": revision}
+        )
 
 
 def graph_options(config: EngineConfig) -> dict[str, Any]:

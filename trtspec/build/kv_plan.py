@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 
 from trtspec.backends.compiled import CompiledStep
 from trtspec.build.context import BuildContext
+from trtspec.build.free_memory import free_memory
 from trtspec.build.steps import build_steps
 from trtspec.core import KVSpec
 from trtspec.errors import CapacityError, ConfigError
@@ -78,8 +78,3 @@ def kv_bytes_per_token(context: BuildContext) -> int:
 
 def _bytes_per_token(layers: Sequence[KVSpec], dtype: torch.dtype) -> int:
     return sum(layer.elements_per_token for layer in layers) * dtype.itemsize
-
-
-def free_memory() -> int:
-    """Bytes of memory that the system could allocate now."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

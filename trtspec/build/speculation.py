@@ -83,7 +83,7 @@ def read_draft(speculative: SpeculativeConfig, target: ModelConfig | None = None
     if row.of_target:
         if target is None:
             return DraftInfo(method=row.name)
-        if os.path.samefile(model, target.path):
+        if folder.samefile(target.path):
             checkpoint = target
     return _read(row, checkpoint, speculative, target)
 

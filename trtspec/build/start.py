@@ -153,9 +153,10 @@ def _compiled(
             raise _OpByOp("there is no C++ compiler", "install g++ (apt install g++) or set CXX", DependencyError)
         context = plan_context(model, speculative, config, BACKENDS["eager"])
         _check_backend(context)
+        before = stamps(context)
         facts = key_facts(context, digests, cxx)
         digests.save()
-        build = _Build(context, speculative, stamps(context), progress, detail, check)
+        build = _Build(context, speculative, before, progress, detail, check)
         held = cache.get(key_of(facts), {"model": str(model.absolute()), **facts}, build, progress)
     except OSError as error:
         if _is_full(error, cache.folder.parent):
@@ -188,7 +189,7 @@ def _check_backend(context: BuildContext) -> None:
 class _Build:
     """A callable that builds the engine of a context.
 
-    before: stamps of the checkpoints from the time when they were digested.
+    before: stamps of the checkpoints from before they were digested.
     """
 
     context: BuildContext

@@ -38,7 +38,7 @@ def _of_hub(name: str, role: str, revision: str | None) -> Path:
     """Folder of a name on the Hub; looked up once in a process, so that all its code sees the same commit."""
     folder = snapshot(name, role, revision)
     files = sorted(folder.glob(f"*{SUFFIX}"))
-    # next to a GGUF file, config.json may have a word or two; the file says all of it
+    # A repository of one GGUF file may have a config.json that lacks most fields. The file has them all.
     return _of_gguf(files[0], role) if len(files) == 1 and not any(folder.glob("*.safetensors")) else folder
 
 

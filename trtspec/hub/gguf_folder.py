@@ -16,7 +16,7 @@ from trtspec.errors import ConfigError
 from trtspec.gguf.file import GgufFile, TensorEntry
 from trtspec.gguf.folder import WEIGHTS, write_texts
 from trtspec.gguf.names import hf_name, kept_linears
-from trtspec.hub.kept import FOLDER_VARIABLE, cache_folder, check_private, make_private
+from trtspec.hub.kept import FILLING, FOLDER_VARIABLE, cache_folder, check_private, make_private
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def _folder(file: Path, stamp: tuple[int, ...], role: str) -> Path:
 
 def _make(file: GgufFile, folder: Path, role: str) -> None:
     """Write the folder, whole or not at all."""
-    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix="removed-"))  # the cache deletes what a dead process left
+    staging = Path(tempfile.mkdtemp(dir=folder.parent, prefix=FILLING))
     try:
         made = staging / folder.name
         made.mkdir(mode=0o700)

@@ -10,6 +10,8 @@ from trtspec.errors import ConfigError
 
 FOLDER_VARIABLE = "TRTSPEC_CACHE"
 OFF = "off"
+FILLING = "filling-"
+"""Prefix of folders that a process fills; who finds one that is an hour old may remove it."""
 
 
 def cache_folder() -> Path | None:
