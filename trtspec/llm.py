@@ -109,7 +109,7 @@ class LLM:
         """
         many = _as_many(prompts)
         params = _params_for(sampling_params, len(many))
-        ids = [self._token_ids(prompt) for prompt in many]
+        ids = [self.token_ids(prompt) for prompt in many]
         return self._run(many, ids, params, use_tqdm)
 
     def chat(
@@ -117,13 +117,19 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation (a list of {"role", "content"}) or of several.
 
-        It uses the checkpoint's chat template. template_options are passed to it (tools=...,
-        add_generation_prompt=...).
+        It uses the checkpoint's chat template. template_options and chat_template_kwargs are passed to it (tools=...,
+        add_generation_prompt=...). RequestError for vLLM's options that are not built.
         """
+        for name in ("continue_final_message", "lora_request", "mm_processor_kwargs"):
+            if template_options.pop(name, None):
+                raise RequestError(f"{name} is not built; leave it out")
+        template_options |= chat_template_kwargs or {}
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer with a chat template, and this model folder has none")
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
@@ -139,7 +145,7 @@ class LLM:
         Leaving an iteration early, cancelling its task, or `.abort()` ends it. RequestError or CapacityError, at once,
         if it cannot run.
         """
-        job = (_text(prompt), self._token_ids(prompt), sampling_params or SamplingParams())
+        job = (_text(prompt), self.token_ids(prompt), sampling_params or SamplingParams())
         (generation,) = self._engine_thread.submit([job])
         return generation
 
@@ -190,7 +196,8 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
+    def token_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt. RequestError for what is no prompt."""
         if isinstance(prompt, Mapping):
             if set(prompt) == {"prompt"}:
                 prompt = prompt["prompt"]

@@ -19,8 +19,13 @@ MOST_NESTED = 64
 """Most levels of brackets in a JSON schema. A deeper one takes much longer to compile."""
 
 MOST_LOGPROBS = 20
-MOST_STOP_CHARACTERS = 1024
 """Largest number of most likely tokens that a request may ask for, next to each token drawn."""
+
+MOST_STOP_CHARACTERS = 1024
+"""Most characters of a stop string. Text that may begin one is held back, and compared with it for each token."""
+
+LEAST_TEMPERATURE = 1e-6
+"""Lower ones, but 0, count as this one: logits would be divided to infinity."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +73,11 @@ class SamplingParams:
     """Parameters of drawing one request's tokens. RequestError names the bad field, its value and the allowed range.
 
     temperature, top_k, top_p, min_p: None = the checkpoint's generation_config.json, else 1.0 / off / off / off.
-    temperature 0 is greedy. top_k 0 or -1 = off. seed: None = drawn by the engine and returned with the output.
+    temperature 0 is greedy. top_k 0 or -1 = off. seed: None or -1 = drawn by the engine and returned with the output.
     max_tokens: None = up to the engine's max_seq_len. min_tokens: number of output tokens before which end-of-sequence
-    and stop token ids cannot be drawn. stop: strings that end the text. They are not part of it, unless
-    include_stop_str_in_output is set. n: samples per prompt; sample 0 uses the seed itself, sample i a hash of it.
+    and stop token ids cannot be drawn. stop: strings that end the text, of MOST_STOP_CHARACTERS at most. They are not
+    part of it, unless include_stop_str_in_output is set. n: samples per prompt; sample 0 uses the seed itself, sample i
+    a hash of it.
 
     logit_bias: token id -> value added to its logit, -100..100; penalties apply to the sum.
     repetition_penalty: a positive logit of a token in prompt or output is divided by it, any other multiplied by it.
@@ -110,8 +116,11 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        given: Any = () if self.stop is None else self.stop  # vLLM takes None
+        stop = (given,) if isinstance(given, str) else tuple(given)
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         _int("n", self.n, 1)
         optional: tuple[tuple[str, Callable[[float], bool], str], ...] = (
             ("temperature", lambda x: x >= 0, ">= 0 (0 = greedy)"),
@@ -225,7 +234,7 @@ class RequestSampling:
         temperature = value("temperature", 1.0)
         return cls(
             greedy=temperature == 0,
-            temperature=temperature,
+            temperature=max(temperature, LEAST_TEMPERATURE) if temperature else 0.0,
             top_k=max(int(value("top_k", 0)), 0),
             top_p=value("top_p", 1.0),
             min_p=value("min_p", 0.0),

@@ -95,11 +95,13 @@ def test_stop_strings_echo_and_vllms_fields(client: openai.OpenAI, offline: LLM)
 def test_chat_and_its_stream(client: openai.OpenAI, offline: LLM) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "You write Python."},
-        {"role": "user", "content": [{"type": "text", "text": "Sort "}, {"type": "text", "text": "a list"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Sort"}, {"type": "text", "text": "a list"}]},
     ]
     answer = client.chat.completions.create(model="coder", messages=messages, max_completion_tokens=25, temperature=0)
-    plain = [messages[0], {"role": "user", "content": "Sort a list"}]
+    plain = [messages[0], {"role": "user", "content": "Sort\na list"}]
     (output,) = offline.chat(plain, SamplingParams(max_tokens=25, temperature=0))
+    (same,) = offline.chat(messages, SamplingParams(max_tokens=25, temperature=0))
+    assert same.prompt_token_ids == output.prompt_token_ids
     message = answer.choices[0].message
     assert (message.role, message.content) == ("assistant", output.outputs[0].text)
     deltas = [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,6 +95,43 @@ def test_a_token_that_may_not_be_there_is_an_error() -> None:
 def test_a_text_must_be_able_to_end() -> None:
     with pytest.raises(RequestError, match="give stop_token_ids"):
         guide(TOKENIZERS["byte_level"], SCHEMA, set())
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        ({"type": "number", "multipleOf": 0.5}, "multipleOf of a number"),
+        ({"type": "string", "pattern": "^[a-z]+$", "maxLength": 5}, "pattern with maxLength"),
+        ({"type": "array", "items": {"$ref": "#/$defs/A"}, "$defs": {"A": {"not": {"const": 1}}}}, "not"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+        ({"anyOf": [{"required": ["a"]}], "type": "object"}, "anyOf with type"),
+        ({"$ref": "#/$defs/A", "minimum": 5, "$defs": {"A": {"type": "integer"}}}, r"\$ref with minimum"),
+        ({"allOf": [{"type": "object"}, {"required": ["b"]}]}, "allOf with several schemas"),
+        ({"properties": {"a": {"if": {}, "then": False}}}, "if"),
+    ],
+)
+def test_what_a_grammar_cannot_enforce_is_refused(schema: dict[str, Any], ignored: str) -> None:
+    """The compiler would leave it out, and the text would break the schema."""
+    with pytest.raises(RequestError, match=f"the schema has {ignored}, which cannot be enforced; leave it out"):
+        guide(TOKENIZERS["byte_level"], StructuredOutputs(json=schema), {0})
+
+
+def test_a_schema_as_pydantic_makes_it_is_enforced() -> None:
+    """Names of properties are no keywords, and notes next to a reference say nothing about the value."""
+    schema = {
+        "$defs": {"Kind": {"enum": ["a", "b"], "type": "string", "title": "Kind"}},
+        "type": "object",
+        "title": "Model",
+        "properties": {
+            "not": {"$ref": "#/$defs/Kind", "description": "one of two", "default": "a"},
+            "contains": {"anyOf": [{"type": "integer", "multipleOf": 5}, {"type": "null"}], "default": None},
+            "when": {"type": "string", "format": "date-time", "examples": [{"if": 1}]},
+        },
+        "required": ["not"],
+    }
+    tokenizer = TOKENIZERS["byte_level"]
+    made = guide(tokenizer, StructuredOutputs(json=schema), {min(special(tokenizer))})
+    made.accept(tokenizer.encode('{"not": "b"', add_special_tokens=False))
 
 
 @pytest.mark.parametrize("choice", [['say "no"', "back\\slash", "line\nend", "语 é 😀"]])

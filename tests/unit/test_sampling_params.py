@@ -106,6 +106,17 @@ def test_stop_strings_have_a_limit() -> None:
         SamplingParams(stop=["a", "b" * 1025])
 
 
+def test_values_that_mean_none_in_vllm() -> None:
+    assert SamplingParams(seed=-1, stop=None, stop_token_ids=None) == SamplingParams()  # type: ignore[arg-type]
+
+
+def test_a_tiny_temperature_does_not_divide_to_infinity() -> None:
+    for temperature in (5e-324, 1e-40, 1e-7):
+        sampling = sampling_of(SamplingParams(temperature=temperature))
+        assert (sampling.greedy, sampling.temperature) == (False, 1e-6)
+    assert sampling_of(SamplingParams(temperature=1e-5)).temperature == 1e-5
+
+
 def test_stop_strings_need_text() -> None:
     with pytest.raises(RequestError, match="detokenize"):
         SamplingParams(stop="end", detokenize=False)

@@ -102,6 +102,21 @@ def test_named_templates(tmp_path: Path) -> None:
         assert tokenizer.render_chat(message, chat_template="{{ extra }}", extra="own") == "own"
 
 
+def test_messages_as_clients_send_them(tmp_path: Path) -> None:
+    """Templates read one text, and arguments as an object. Clients send parts, and arguments as JSON."""
+    tokenizer = load(save_tokenizer(tmp_path / "none"))
+    template = "{% for m in messages %}{{ m.content }}|{{ m.tool_calls[0].function.arguments.city }}{% endfor %}"
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Oslo"}'}}
+    message = {"role": "assistant", "content": parts, "tool_calls": [call]}
+    assert tokenizer.render_chat([message], chat_template=template) == "one\ntwo|Oslo"
+    with pytest.raises(RequestError, match="content must be text, or parts of text"):
+        tokenizer.render_chat([{"role": "user", "content": [{"type": "image_url"}]}], chat_template=template)
+    call["function"] = {"name": "f", "arguments": "{"}
+    with pytest.raises(RequestError, match="arguments are not JSON"):
+        tokenizer.render_chat([message], chat_template=template)
+
+
 def test_chat_errors(tmp_path: Path) -> None:
     tokenizer = load(save_tokenizer(tmp_path / "none"))
     with pytest.raises(RequestError, match=r"no chat template; pass chat_template="):

@@ -96,7 +96,7 @@ def answer(llm: LLM, chat: Conversation, question: str, params: SamplingParams, 
     assert llm.tokenizer is not None
     messages = [*chat.messages, {"role": "user", "content": question}]
     ids = llm.tokenizer.encode_chat(messages)
-    detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens)
+    detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens, ids)
     said, error, stopped, num_tokens = "", None, False, 0
     chat.answers += 1
     begin = time.perf_counter()

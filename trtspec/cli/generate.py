@@ -77,7 +77,7 @@ def run(namespace: argparse.Namespace) -> int:
 def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> list[int]:
     """Print one prompt's text as it comes, accepted draft tokens in green; return the token ids."""
     assert llm.tokenizer is not None
-    before = llm.tokenizer.encode(prompt) if isinstance(prompt, str) else ()
+    before = llm.token_ids(prompt)
     detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens, before)
     ids: list[int] = []
     for delta in llm.stream(prompt, params):

@@ -22,8 +22,8 @@ class IncrementalDetokenizer:
     Decoding depends on the left neighbour: a leading space is dropped only at the start of a text. So new ids are
     decoded after those of the previous delta. The window holds a few ids, however long the text is.
 
-    prompt: ids that the text goes on from. The space between the two is then part of the text: the law holds for the
-    prompt's last visible token and all ids, without the text of that token. Only a token of whole characters counts.
+    prompt: ids before the text. Its last token is decoded before the first ids, so a space between them stays: the law
+    holds for that token and all ids, without the text of that token. It counts if it is visible and whole characters.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt: Sequence[int] = ()) -> None:
@@ -44,12 +44,11 @@ class IncrementalDetokenizer:
         return text
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The last visible token of the prompt, if it is a text of its own."""
-        visible = (token for token in reversed(prompt) if self._tokenizer.is_visible(token, self._skip_special_tokens))
-        last = next(visible, None)
-        if last is None or self._tokenizer.is_byte_token(last):
+        """The last token of the prompt, if it is visible and whole characters."""
+        last, skip = list(prompt[-1:]), self._skip_special_tokens
+        if not last or not self._tokenizer.is_visible(last[0], skip):
             return []
-        return [] if _REPLACEMENT in self._tokenizer.decode([last], self._skip_special_tokens) else [last]
+        return [] if _REPLACEMENT in self._tokenizer.decode(last, skip) else last
 
     def _decode_window(self) -> str:
         return self._tokenizer.decode(self._window, self._skip_special_tokens)

@@ -181,6 +181,7 @@ class Tokenizer:
         chat = _plain("messages", list(messages))
         if not all(isinstance(message, dict) for message in chat):
             raise RequestError("messages must be objects, as {'role': ..., 'content': ...}")
+        chat = [_as_templates_read(message) for message in chat]
         values: dict[str, Any] = {**self.special_tokens, **template_kwargs}
         values["messages"] = [{k: v for k, v in message.items() if v is not None} for message in chat]
         values["tools"] = None if tools is None else _plain("tools", list(tools))
@@ -251,6 +252,29 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise CheckpointError(f"{file} holds a {type(data).__name__}, not an object; download the file again")
     return data
+
+
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its content as one text, and arguments of tool calls as objects. RequestError otherwise."""
+    parts, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(parts, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+            raise RequestError("a message's content must be text, or parts of text as {'type': 'text', 'text': ...}")
+        message = {**message, "content": "\n".join(part["text"] for part in parts)}
+    if isinstance(calls, list):
+        message = {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+    return message
+
+
+def _with_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"a tool call's arguments are not JSON: {error}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _token_text(value: Any) -> str | None:

@@ -18,6 +18,7 @@ from trtspec.errors import DependencyError, EngineError, RequestError
 from trtspec.sampling_params import StructuredOutputs
 from trtspec.text import Tokenizer
 from trtspec.verify.grammar_drafts import CHARACTERS_PER_TOKEN, Spacing, Vocabulary, next_text
+from trtspec.verify.schema import unenforced
 
 _CACHE_BYTES = 256 * 2**20
 """Size of the cache of compiled grammars, which xgrammar keeps by their text."""
@@ -172,6 +173,12 @@ class GrammarCompiler:
 
     def _compiled(self, wanted: StructuredOutputs) -> Any:
         if wanted.json is not None:
+            try:
+                schema = json.loads(str(wanted.json))
+            except ValueError as error:
+                raise RequestError(f"json is no JSON ({error})") from error
+            if ignored := unenforced(schema):
+                raise RequestError(f"the schema has {ignored}, which cannot be enforced; leave it out")
             return self._compiler.compile_json_schema(wanted.json)
         if wanted.json_object:
             return self._compiler.compile_json_schema('{"type": "object"}', strict_mode=False)

@@ -163,7 +163,7 @@ def _messages(body: ChatCompletionRequest) -> list[dict[str, Any]]:
 def _message(message: ChatMessage) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        plain["content"] = "".join(part.text for part in message.content)
+        plain["content"] = "\n".join(part.text for part in message.content)
     for call in plain.get("tool_calls", ()):
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
