@@ -75,7 +75,7 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class LearningDrafter(Drafter, Protocol):
-    """A drafter that looks up drafts in the text of other requests, too."""
+    """A drafter that may keep the text of ended requests for others."""
 
     def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int) -> None:
         """Take in the whole text of a request, prompt and output, before `forget`.

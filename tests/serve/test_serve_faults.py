@@ -165,6 +165,20 @@ def test_who_asks_again_without_reading_is_cut_off(impatient: Server) -> None:
     assert len(rest_of(reader)) < 4_000_000
 
 
+def test_a_request_ends_with_a_client_that_asks_again_meanwhile(impatient: Server) -> None:
+    """Its first request still runs when the client is cut off or leaves, and ends before it has all its tokens."""
+    asked = json.dumps(body("x", max_tokens=1900, ignore_eos=True)).encode()
+    before = impatient.metric("trtspec_generated_tokens_total")
+    both = request(asked, len(asked)) + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    stays, leaves = connect(impatient, both, 4096), connect(impatient, both, 4096)
+    while impatient.metric("trtspec_generated_tokens_total") == before:
+        time.sleep(0.02)
+    leaves.close()
+    impatient.wait_idle()
+    assert impatient.metric("trtspec_generated_tokens_total") - before < 2 * 1900
+    assert rest_of(stays) == b""
+
+
 def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None:
     halves = [b"", b"POST /v1/comp", request(b'{"prompt": "', 100)]
     connections = [connect(impatient, one) for one in halves]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from trtspec.engine.draft_chances import Offer, Outcome
-from trtspec.engine.draft_length import SHOWN, DraftLength
+from trtspec.engine.draft_length import LOOK_EVERY, DraftLength
 from trtspec.engine.step_costs import Cell, StepCosts
 
 K = 5
@@ -55,7 +55,7 @@ def test_drafts_are_not_looked_up_where_none_would_be_verified(row: float) -> No
         for chooser in (always, seldom):
             chooser.observe(outcomes)
             assert chooser.make([(0, K), (1, K)], 2) == 0
-    assert all([0, 1] in asked[at : at + SHOWN] for at in range(0, 800, SHOWN))
+    assert all([0, 1] in asked[at : at + LOOK_EVERY] for at in range(0, 800, LOOK_EVERY))
     assert asked[100:400].count([]) > 225
     assert asked[450:600].count([0, 1]) > 135 or row > 10
 

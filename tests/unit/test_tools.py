@@ -128,7 +128,7 @@ NESTED = """{
     "type": "object", "required": ["to", "next"], "additionalProperties": false,
     "properties": {
         "to": {"$ref": "#/$defs/Address"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
-        "$ref": {"enum": [{"$ref": "#/none"}]}
+        "$ref": {"enum": [{"$ref": "#/none"}]}, "default": {"$ref": "#/$defs/Address"}
     },
     "$defs": {"Address": {"type": "object", "required": ["city"], "additionalProperties": false,
                           "properties": {"city": {"type": "string"}}}}
@@ -152,6 +152,8 @@ def test_references_of_a_schema_hold_in_demanded_calls() -> None:
         ({"to": {"city": "A"}, "next": inner}, True),
         ({"to": {"city": "A"}, "next": {"to": 3}}, False),
         ({"to": {"town": "A"}, "next": None}, False),
+        ({"to": {"city": "A"}, "next": None, "default": {"city": "A"}}, True),
+        ({"to": {"city": "A"}, "next": None, "default": {"town": "A"}}, False),
     ):
         for name in "xy":
             text = json.dumps([{"name": name, "arguments": arguments}])

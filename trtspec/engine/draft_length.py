@@ -26,17 +26,17 @@ FIRST_GUESS = 0.7  # share of the drafts at each position that is expected to be
 PLAIN = 0.03  # of the rate, that drafts must gain
 MARGIN = 0.02  # of the rate: what another choice must gain
 PROBE_STEPS = 1  # in a row, in which drafts are tried again
-PROBE_DRAFTS = 2  # that are looked up, and verified in an attempt
-SHOWN = 16  # launches, after which the text of requests that rest is shown to what looks up drafts
+PROBE_DRAFTS = 2  # most drafts of an attempt, where drafts are looked up
+LOOK_EVERY = 16  # launches between two lookups of a request that rests
 ATTEMPTS = 0.01  # share of the time that attempts may lose: rests are longer where they lose more
 RATIO_DECAY = 0.9  # of what a request accepted and was expected to accept by its scores, for each step that verifies
 
 
 class DraftLength:
-    """The two decisions, for one engine.
+    """The decisions, for one engine.
 
     costs: its draft_lens are what the launch, or a draft model after it, can make; 0 first. draft_lens = (0,) means
-    that drafts are looked up, which takes no time: `make` gives 0, and all that are found are offered to `verify`.
+    that drafts are looked up: `make` gives 0, all that are found are offered to `verify`, and `asks` says who looks up.
     most: K, the most drafts that a request verifies.
     """
 
@@ -64,10 +64,10 @@ class DraftLength:
     def asks(self, request_id: int, batch: int) -> bool:
         """Whether drafts of a request are to be looked up, so that `verify` may choose them.
 
-        Not in a rest, or where no drafts could pay, as looking up takes time. But what looks up drafts may do so in the
-        text of other requests, which it sees only when it is asked. So all requests ask now and then.
+        A request in a rest does not look up, nor does any where no drafts could pay: looking up takes time. A drafter
+        may search the text of other requests, which it sees only when asked. So all requests ask at every 16th launch.
         """
-        if not self.looks_up or self._launches % SHOWN == 0 or self.costs.tries(batch) is False:
+        if not self.looks_up or self._launches % LOOK_EVERY == 0 or self.costs.tries(batch) is False:
             return True
         known, hopeless = self._requests.get(request_id), self._last_asked[1] == batch and not self._last_answer
         return known is None or not (known.rest or hopeless)

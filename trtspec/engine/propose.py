@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import overload
 
 from torch import Tensor
@@ -65,7 +66,8 @@ class Proposer:
     ) -> bool:
         """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.
 
-        If it makes another number, `wanted` returns that for the launch. scores: of the drafts of each request; () =
+        If it makes another number, `wanted` returns that for the launch. False also where the drafter is to be asked
+        first. scores: of the drafts of each request; () =
         there are none.
         """
         if self.asks(requests, scheduler):
@@ -83,7 +85,7 @@ class Proposer:
         return False
 
     def asks(self, requests: Sequence[Request], scheduler: Scheduler) -> bool:
-        """Whether the drafter is to be asked for drafts of the next launch, of all running requests."""
+        """Whether any of the running requests wants the drafter's drafts for the next launch."""
         if self.drafter is None or not self.draft_len(scheduler):
             return False
         if self.chooser is None or not self.chooser.looks_up:
@@ -156,18 +158,26 @@ class Proposer:
         if self.states is not None:
             self.states.forget(request)
         if self.drafter is not None:
-            try:
-                if isinstance(self.drafter, LearningDrafter) and request.speculates:
-                    self.drafter.learn(request.request_id, _Shown(request.tokens), request.prompt_len)
-                self.drafter.forget(request.request_id)
-            except Exception as error:
-                self.num_failures += 1
-                logger.warning(
-                    "the drafter failed to forget request %d, and may keep its memory (%s: %s)",
-                    request.request_id,
-                    type(error).__name__,
-                    error,
-                )
+            if isinstance(self.drafter, LearningDrafter) and request.speculates and request.num_output:
+                learn = partial(self.drafter.learn, request.request_id, _Shown(request.tokens), request.prompt_len)
+                self._guarded(learn, request, "learn from", "drafts less of it")
+            forget = partial(self.drafter.forget, request.request_id)
+            self._guarded(forget, request, "forget", "may keep its memory")
+
+    def _guarded(self, call: Callable[[], None], request: Request, what: str, result: str) -> None:
+        """Call the drafter. If that fails, only its drafts and its memory can suffer."""
+        try:
+            call()
+        except Exception as error:
+            self.num_failures += 1
+            logger.warning(
+                "the drafter failed to %s request %d, and %s (%s: %s)",
+                what,
+                request.request_id,
+                result,
+                type(error).__name__,
+                error,
+            )
 
     @property
     def drafts_inside(self) -> bool:

@@ -109,7 +109,7 @@ def _rope_scaling(metadata: MetadataReader, head_dim: int) -> dict[str, Any] | N
         return None
     if kind == "linear":  # files of 2023 have the factor alone, under one name or the other
         key = next((key for key in ("rope.scaling.factor", "rope.scale_linear") if metadata.has(key)), "")
-        if not key or metadata.file.metadata[f"{metadata.prefix}.{key}"] in (0, 1):  # both mean that there is none
+        if not key or metadata.get(f"{metadata.prefix}.{key}", (int, float), "a number") in (0, 1):  # there is none
             return None
         return {"rope_type": "linear", "factor": metadata.number(key)}
     if kind == "yarn":
@@ -117,7 +117,7 @@ def _rope_scaling(metadata: MetadataReader, head_dim: int) -> dict[str, Any] | N
             if metadata.number(f"rope.scaling.{key}", 1.0) != 1:
                 raise metadata.unsupported(f"{metadata.prefix}.rope.scaling.{key}", "only 1 is supported")
         multiplier = f"{metadata.prefix}.rope.scaling.yarn_log_multiplier"
-        if metadata.file.metadata.get(multiplier):
+        if metadata.get(multiplier, (int, float), "a number", 0.0):
             raise metadata.unsupported(multiplier, "only 0 is supported")
         return {
             "rope_type": "yarn",

@@ -68,9 +68,10 @@ def hf_tokenizer(metadata: MetadataReader, size: int) -> tuple[str, dict[str, An
 
 
 def ending_ids(metadata: MetadataReader, size: int) -> list[int]:
-    """Ids of the tokens that end a text in llama.cpp by what they are called, whatever the file's entries say.
+    """Ids of the tokens that end a text by what they are called, whatever the file's entries say; as in llama.cpp.
 
-    Here only control tokens and those that users defined count. size: ids of the model.
+    Only control tokens and those that users defined count. Not among them are tokens of fill-in-the-middle prompts.
+    size: ids of the model.
     """
     if "tokenizer.ggml.model" not in metadata.file.metadata:
         return []
@@ -80,7 +81,8 @@ def ending_ids(metadata: MetadataReader, size: int) -> list[int]:
 
 def _chat_templates(metadata: MetadataReader) -> str | list[dict[str, str]] | None:
     """The chat template; a list if some have names, as tokenizer_config.json has them."""
-    key, found = "tokenizer.chat_template", list[dict[str, str]]()
+    key = "tokenizer.chat_template"
+    found: list[dict[str, str]] = []
     default = metadata.text(key) if key in metadata.file.metadata else None
     if f"{key}s" in metadata.file.metadata:
         found = [{"name": name, "template": metadata.text(f"{key}.{name}")} for name in metadata.texts(f"{key}s")]

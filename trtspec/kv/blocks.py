@@ -136,7 +136,7 @@ class BlockAllocator:
     def check(self, live: Iterable[SequenceKV]) -> None:
         """Account for every block: it is free, evictable, or held by as many live sequences as it has references.
 
-        AssertionError says which block is wrong. It looks at every block; where all are to be free, ask `is_whole`.
+        AssertionError says which block is wrong. Where no block may be held, `is_whole` is cheaper.
         """
         held = Counter(block for kv in live for block in kv.blocks)
         free = Counter((*self._free, *self._evictable))

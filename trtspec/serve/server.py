@@ -128,7 +128,8 @@ def _config(service: Service, app: ASGIApp) -> uvicorn.Config:
         log_level="warning",
         access_log=False,
         lifespan="off",
-        ws="none",  # there are no WebSockets here, and StalledClients knows HTTP alone
+        http="httptools",  # StalledClients knows its connections, and no others
+        ws="none",
         # After the drain, streams end with an error. Requests that still run _LAST_WORDS seconds later are cut off.
         timeout_graceful_shutdown=math.ceil(service.settings.drain) + _LAST_WORDS,
         server_header=False,

@@ -111,8 +111,13 @@ class NGramPoolDrafter:
         """Return for each request, in order, the match that was found, at most max_draft_len tokens."""
         return proposal_of(requests, [self._lookup(request) for request in requests])
 
-    def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int = 0) -> None:
-        """Add what is new in a request's text to the pool."""
+    def learn(self, request_id: int, tokens: Sequence[int], prompt_len: int) -> None:
+        """Add the end of a request's text to the pool that all requests share."""
+        if self.public:
+            self._scan(request_id, tokens)
+
+    def _scan(self, request_id: int, tokens: Sequence[int]) -> None:
+        """Add what is new in a request's text to its pool."""
         new = tuple(tokens[self._scanned.get(request_id, 0) :])
         self._scanned[request_id] = max(0, len(tokens) - (self.num_drafts + self.largest - 1))
         pool = self._pool(request_id)
@@ -130,7 +135,7 @@ class NGramPoolDrafter:
 
     def _lookup(self, request: DraftRequest) -> Tokens:
         pool, tokens = self._pool(request.request_id), request.tokens
-        self.learn(request.request_id, tokens)
+        self._scan(request.request_id, tokens)
         sizes = self._sizes(tokens)
         found = (pool.find(tuple(tokens[-n:]), self.oldest) for n in sizes)
         return next((match for match in found if match), ())

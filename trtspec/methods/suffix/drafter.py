@@ -17,9 +17,9 @@ longer match; of equal guesses from both sources it is the one from the request'
 
 A response enters the tree when its request ends (in Arctic Inference: while it is generated). The pace is limited, so
 that long responses do not delay all requests. Each call of `propose` adds ABSORBED_PER_CALL tokens and a few for each
-request, or removes as many to make room. Where calls are rare, it adds twice as many as the requests got since the
-last one. At most max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no more than
-that may wait. If max_cached_requests is 0, there is no tree.
+request, or removes as many to make room. Where calls are rare, it adds up to twice as many tokens as its requests got
+since their last call. At most max_cached_requests responses are kept, with TOKENS_PER_RESPONSE times as many tokens; no
+more than that may wait. If max_cached_requests is 0, there is no tree.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ TOKENS_PER_RESPONSE = 1024
 """Average tokens per response: max_cached_requests times as many tokens are kept. A longer one displaces others."""
 ABSORBED_PER_CALL = 256
 ABSORBED_PER_REQUEST = 8
+MOST_ABSORBED_PER_REQUEST = 128
 
 
 class SuffixDrafter:
@@ -89,7 +90,9 @@ class SuffixDrafter:
         """Absorb some of the responses that wait; return the best guess for each request, in order."""
         known = [request.prompt_len + len(self._responses.get(request.request_id, ())) for request in requests]
         news = [len(request.tokens) - length for request, length in zip(requests, known, strict=True)]
-        most = ABSORBED_PER_CALL + sum([max(ABSORBED_PER_REQUEST, 2 * new) for new in news])
+        most = ABSORBED_PER_CALL + sum(
+            [min(max(2 * new, ABSORBED_PER_REQUEST), MOST_ABSORBED_PER_REQUEST) for new in news]
+        )
         if sum(1 for _ in islice(self._absorbing, most)) < most:  # nothing waits any more: this iterator is at its end
             self._absorbing = self._arrivals()
         if requests[0].max_depth is not None:

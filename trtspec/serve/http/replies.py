@@ -41,14 +41,15 @@ def event(body: dict[str, Any]) -> bytes:
 
 
 def json_of(body: dict[str, Any]) -> bytes:
-    """JSON in UTF-8. Half a surrogate pair, which a model's tool call may escape, becomes "?"."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    """JSON in UTF-8. Half a surrogate pair, which JSON of a tool call may escape, becomes "?"."""
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode(errors="replace")
 
 
 class CompletionLogprobs:
     """OpenAI's `logprobs` of a completion: for each token its text, its logprob, the likeliest tokens, its offset.
 
-    keep: whether `all` gets them, for a whole answer.
+    keep: whether `all` collects them; only whole answers need it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, keep: bool) -> None:
@@ -81,7 +82,7 @@ class CompletionLogprobs:
 class ChatLogprobs:
     """OpenAI's `logprobs` of a chat completion. top: number of likeliest tokens that are wanted for each token.
 
-    keep: whether `all` gets them, for a whole answer.
+    keep: whether `all` collects them; only whole answers need it.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, top: int, keep: bool) -> None:

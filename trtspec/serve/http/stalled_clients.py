@@ -25,8 +25,8 @@ class StalledClients:
     """An ASGI middleware around all others, which also watches the server's connections.
 
     It cuts off a connection if for `limit` seconds it has no complete request, or does not take what is being sent. To
-    the app, such a client has hung up. A connection whose request is being computed is never cut off, unless the client
-    sends its next request before it has the answer. uvicorn then no longer knows the first one.
+    the app, such a client has hung up. A connection whose request is being computed is not cut off. A client that sends
+    its next request before it has the answer is: uvicorn then shows only the newest request.
     """
 
     def __init__(self, app: ASGIApp, limit: float) -> None:
@@ -35,6 +35,7 @@ class StalledClients:
         self._still: dict[
             Any, tuple[tuple[Any, int], float]
         ] = {}  # connection without a request -> (state, since when)
+        self._running: dict[Any, Any] = {}  # transport -> uvicorn's cycle of the request that runs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def timed(message: Message) -> None:
@@ -52,7 +53,14 @@ class StalledClients:
                 await timed({**message, "body": body[start : start + PIECE], "more_body": True})
             await timed({**message, "body": body[last:]} if last else message)
 
-        await self.app(scope, receive, in_pieces)
+        cycle = getattr(receive, "__self__", None)
+        transport = getattr(cycle, "transport", None)
+        self._running[transport] = cycle
+        try:
+            await self.app(scope, receive, in_pieces)
+        finally:
+            if self._running.get(transport) is cycle:
+                del self._running[transport]
 
     async def watch(self, connections: Collection[Any]) -> NoReturn:
         """Sweep until cancelled. connections: uvicorn's own collection, which changes as connections come and go."""
@@ -80,3 +88,7 @@ class StalledClients:
                 logger.info("a client that neither sends nor reads is cut off")
                 transport.abort()
         self._still = still
+        for transport, cycle in self._running.items():
+            if transport is not None and transport.is_closing() and not cycle.disconnected:
+                cycle.disconnected = True  # the app is told, as uvicorn tells it for the newest request alone
+                cycle.message_event.set()

@@ -29,7 +29,7 @@ class Call:
 
     name: str
     arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = field(default_factory=lambda: secrets.token_hex(5)[:9])
 
     def to_dict(self, index: int | None = None) -> dict[str, Any]:
         """The call in OpenAI's form. index: its index in a stream, None = without."""
@@ -87,7 +87,7 @@ def _read_llama3(text: str) -> list[Call]:
     while rest:
         value, end = _decoder.raw_decode(rest)
         if isinstance(value, dict) and not {"parameters", "arguments"} & value.keys():
-            raise ValueError("no call")  # any JSON answer with a name would look like one
+            raise ValueError("no call")  # else any JSON answer with a name would be a call
         calls.append(_call(value))
         rest = rest[end:].lstrip("; \n")
     return calls
@@ -117,7 +117,7 @@ class CallParser:
     It returns content as it comes. From the first marker on it holds the text, and parses it when the text ends. Text
     that begins like a call and is none is content. Special tokens are never content.
 
-    names: names of the tools. A text that is JSON without a marker is a call of these tools only.
+    names: names of the tools. JSON without a marker is a call only if it names one of these.
     """
 
     def __init__(self, notation: Notation, names: Collection[str]) -> None:
@@ -198,7 +198,7 @@ def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bo
     one, definitions = [], {}
     for i, function in enumerate(wanted):
         arguments = function.parameters or {"type": "object"}
-        moved = _moved(arguments, f"#/$defs/{i}")
+        moved = _rebased(arguments, f"#/$defs/{i}")
         if moved != arguments:  # its references count from the root of its own schema
             definitions[str(i)], arguments = moved, {"$ref": f"#/$defs/{i}"}
         one.append(
@@ -219,20 +219,23 @@ def demanded_schema(tools: Sequence[Tool], choice: str | NamedTool, parallel: bo
     }
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The schema as it is to be at `place` in another one: references to its root lead there."""
+def _rebased(schema: Any, place: str) -> Any:
+    """The schema with references to its own root changed to lead to `place`."""
     if isinstance(schema, list):
-        return [_moved(one, place) for one in schema]
+        return [_rebased(one, place) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    return {
-        key: value
-        if key in ("const", "enum", "default", "examples")  # these are values, not schemas
-        else place + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, place)
-        for key, value in schema.items()
-    }
+    rebased: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in ("const", "enum", "default", "examples"):  # these are values, not schemas
+            rebased[key] = value
+        elif key in ("properties", "patternProperties", "$defs", "definitions") and isinstance(value, dict):
+            rebased[key] = {name: _rebased(one, place) for name, one in value.items()}
+        elif key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            rebased[key] = place + value[1:]
+        else:
+            rebased[key] = _rebased(value, place)
+    return rebased
 
 
 def read_demanded(text: str) -> list[Call]:
