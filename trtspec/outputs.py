@@ -115,8 +115,8 @@ def _news(now: dict[_Key, int], earlier: dict[_Key, int]) -> dict[_Key, int]:
 class Logprob:
     """Log-probability of a token in the model's own distribution, before penalties, temperature and filters.
 
-    rank: number of tokens that are no less likely, itself included. decoded_token: its text alone; None if the model
-    folder has no tokenizer.
+    rank: number of tokens that are no less likely, itself included. decoded_token: what it stands for inside a text;
+    None if the model folder has no tokenizer.
     """
 
     logprob: float

@@ -43,6 +43,7 @@ def test_an_answer_that_was_not_drafted_is_remembered_to_its_end(
             patch.setattr(DraftLength, "asks", lambda *_: False)
             first = run_together(llm.engine, [CASE])
         assert first.speculation.num_draft_tokens == 0
+        monkeypatch.setattr(DraftLength, "asks", lambda *_: True)
         monkeypatch.setattr(DraftLength, "verify", lambda self, drafts, batch: [offer.length for offer in drafts])
         second = run_together(llm.engine, [CASE])
     assert first.outcomes == second.outcomes

@@ -44,5 +44,5 @@ class LogprobRecord:
         return entry
 
     def _named(self, token: int, logprob: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
+        text = None if self.tokenizer is None else self.tokenizer.token_bytes(token).decode(errors="replace")
         return Logprob(logprob, rank, text)

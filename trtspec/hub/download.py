@@ -128,7 +128,8 @@ def _say(hub: Any, error: Exception, what: str, name: str) -> NoReturn:
         problem = "is not on this machine, and HF_HUB_OFFLINE is set"
         remedy = "unset it, or download the model first (hf download)"
     else:
-        problem, remedy = "cannot be fetched", "try again: what is there already is kept"
+        problem = "cannot be fetched"
+        remedy = "try again: what is there already is kept. If all of it is there, HF_HUB_OFFLINE=1 asks for nothing"
     raise CheckpointError(f"{what} {problem} ({reason}); {remedy}") from error
 
 
