@@ -78,6 +78,18 @@ def test_it_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
+def test_gradients_that_are_not_finite_end_the_run_with_good_weights(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    loss_fn = trainer.loss_fn
+    trainer.loss_fn = lambda *batch: loss_fn(*batch) * (float("inf") if trainer.step == 5 else 1.0)
+    with pytest.raises(ConfigError, match="the gradients of step 5 are not finite; lower the learning rates"):
+        trainer.run()
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    kept = load_checkpoint(tmp_path)
+    assert kept is not None
+    assert kept["step"] == 5
+
+
 def test_a_pause_is_no_different_from_going_on(tmp_path: Path) -> None:
     make(tmp_path / "whole").run()
     make(tmp_path / "parts").run(pause_at=0.25)

@@ -202,7 +202,12 @@ class Trainer:
             total += loss.item()
             self.batches_drawn[index] += 1
             self.tokens += batch[0].numel()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
+        if not norm.isfinite():  # all weights would become NaN, and soon all checkpoints
+            raise ConfigError(
+                f"the gradients of step {self.step} are not finite; lower the learning rates, or train in another "
+                f"dtype. {self.folder} keeps the last good checkpoint"
+            )
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
