@@ -72,7 +72,8 @@ def library(sanitize: bool = False, into: Path | None = None) -> Path:
         digest.update(source.name.encode() + source.read_bytes())
     flags = (FLAGS, sorted(INSTRUCTION_SETS.items()), SANITIZERS if sanitize else ())
     digest.update(repr((flags, platform.machine())).encode())
-    return (into or folder()) / f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
+    name = f"libtrtspec_cpu-{digest.hexdigest()[:16]}{'-sanitized' if sanitize else ''}.so"
+    return (into or folder()).absolute() / name  # the compiler runs elsewhere, and the loader needs a path
 
 
 def build(sanitize: bool = False, report: Callable[[str], None] = lambda line: None, into: Path | None = None) -> Path:

@@ -21,6 +21,9 @@ import torch; from trtspec.ops import spec_sample
 none = torch.empty(0, dtype=torch.int64)
 logits = torch.tensor([[0.0, 0, 0, 1], [0, 0, 1, 0]])
 print(spec_sample(logits, torch.tensor([True, True]), none, torch.tensor([0, 0]), none))
+from trtspec.ops.threads import kernel_threads
+torch.set_num_threads(2)
+with kernel_threads(): print(torch.get_num_threads(), "of torch's threads")
 """
 
 
@@ -66,6 +69,18 @@ def test_an_instruction_set_this_machine_lacks_is_named() -> None:
     assert "TRTSPEC_CPU_ISA=avx1024 is not among what this machine runs: " in said
     assert "{}" in said
     assert "tensor([3, 2])" in said  # the reference draws
+    assert "2 of torch's threads" in said
+
+
+@built
+def test_kernels_have_threads_of_their_own() -> None:
+    assert "1 of torch's threads" in in_a_process()
+
+
+def test_a_relative_folder_is_that_of_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRTSPEC_PLUGIN_DIR", ".")
+    assert build.library().parent == tmp_path
 
 
 def test_plugins_can_be_switched_off() -> None:

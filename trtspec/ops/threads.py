@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trtspec.ops.dispatch import has_op
+from trtspec.ops.dispatch import has_op, load_plugins
 
 
 @contextmanager
@@ -21,7 +21,8 @@ def kernel_threads() -> Iterator[None]:
     Without these kernels the context does nothing.
     """
     threads = torch.get_num_threads()
-    if threads == 1 or not has_op("trtspec_threads", "use_own"):
+    # a library that cannot serve is loaded all the same, to find that out
+    if threads == 1 or not has_op("trtspec_threads", "use_own") or "cpu" not in load_plugins():
         yield
         return
     before = torch.ops.trtspec_threads.use_own(threads)
