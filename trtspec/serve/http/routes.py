@@ -179,6 +179,8 @@ def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
         raise ApiError(
             400, f"chat_template_kwargs holds {', '.join(reserved)}; they are set otherwise", "chat_template_kwargs"
         )
+    if options.pop("continue_final_message", None):
+        raise ApiError(400, "continue_final_message is not built; leave it out", "chat_template_kwargs")
     if body.tools and body.tool_choice != "none":
         options["tools"] = [tool.model_dump(exclude_none=True) for tool in body.tools]
     return {**options, "add_generation_prompt": body.add_generation_prompt}
