@@ -365,7 +365,7 @@ def test_train_eagle3_on_shards(model: Path, tmp_path: Path, capsys: pytest.Capt
             "--seq-len", "24", "--batch-size", "2", "--unroll", "3", "--dtype", "float32"]  # fmt: skip
     assert main([*base, "--data", str(out)]) == 0
     config = json.loads((head / "config.json").read_text())
-    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in LAYERS]
+    assert config["eagle_aux_hidden_state_layer_ids"] == [i + 1 for i in LAYERS]
     assert load_file(head / "model.safetensors")["fc.weight"].shape == (32, 3 * 32)
     spec = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     with LLM(model, spec) as llm:
