@@ -93,11 +93,6 @@ BAD_HEADS: dict[str, Bad] = {
         CheckpointError,
         ("eagle_aux_hidden_state_layer_ids = '2,5'", "list of layer numbers"),
     ),
-    "no layers": (
-        change_config(eagle_config={"eagle_aux_hidden_state_layer_ids": "2, 5"}),
-        CheckpointError,
-        ("eagle_aux_hidden_state_layer_ids = '2, 5'", "list of layer numbers"),
-    ),
     "eagle_config of the wrong type": (
         change_config(eagle_config=[1]),
         CheckpointError,
