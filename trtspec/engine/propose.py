@@ -67,8 +67,7 @@ class Proposer:
         """Whether the next launch makes and verifies `draft_len` drafts of each request, as the last one did.
 
         If it makes another number, `wanted` returns that for the launch. False also where the drafter is to be asked
-        first. scores: of the drafts of each request; () =
-        there are none.
+        first. scores: of the drafts of each request; () = there are none.
         """
         if self.asks(requests, scheduler):
             return False
