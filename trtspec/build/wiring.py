@@ -41,7 +41,7 @@ from trtspec.methods.hidden_states.shards import ShardMetadata
 from trtspec.methods.table import method_of
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
-from trtspec.protocols import AsyncExecutable, Drafter
+from trtspec.protocols import AsyncExecutable, Drafter, LearningDrafter
 from trtspec.text import Tokenizer
 from trtspec.verify.strict import get_force_num_accepted_tokens
 
@@ -132,6 +132,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         target.vocab_size,
         collector,
     )
+    loop.proposer.learner = drafter if isinstance(drafter, LearningDrafter) else None
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
         measured = _step_costs(context, loaded[0], drafter, num_blocks, forced)

@@ -38,6 +38,7 @@ class Proposer:
         self.speculation = speculation
         self.vocab_size = vocab_size
         self.states = states  # of rows that the drafter has not read yet; None: it reads no states
+        self.learner: LearningDrafter | None = None  # the drafter, if it keeps the text of ended requests
         self.chooser: DraftLength | None = None  # chooses how many drafts a step has; None: K, as the plan says
         self._chosen: int | None = None  # number of drafts that was chosen for the next launch; None: not yet
         self.num_failures = 0
@@ -157,8 +158,8 @@ class Proposer:
         if self.states is not None:
             self.states.forget(request)
         if self.drafter is not None:
-            if isinstance(self.drafter, LearningDrafter) and request.speculates and request.num_output:
-                learn = partial(self.drafter.learn, request.request_id, _Shown(request.tokens), request.prompt_len)
+            if self.learner is not None and request.speculates and request.num_output:
+                learn = partial(self.learner.learn, request.request_id, _Shown(request.tokens), request.prompt_len)
                 self._guarded(learn, request, "learn from", "drafts less of it")
             forget = partial(self.drafter.forget, request.request_id)
             self._guarded(forget, request, "forget", "may keep its memory")

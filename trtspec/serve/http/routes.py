@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ from trtspec.serve.http import api_errors
 from trtspec.serve.http.answers import ChatAnswer, CompletionAnswer
 from trtspec.serve.http.api_errors import ApiError
 from trtspec.serve.http.live import live_view
-from trtspec.serve.http.protocol import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationRequest
+from trtspec.serve.http.protocol import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from trtspec.serve.http.service import Service
 from trtspec.serve.http.tools import Notation, demanded_schema, notation_of
 
@@ -71,7 +70,8 @@ def build_app(service: Service) -> FastAPI:
         started = time.perf_counter()
         service.check_model(body.model)
         service.check_room(1, body.n)
-        ids = await service.encode_chat(_messages(body), _template_options(body))
+        messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        ids = await service.encode_chat(messages, _template_options(body))
         more: dict[str, Any] = {
             "max_tokens": body.max_completion_tokens or body.max_tokens or service.room([ids]),
             "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
@@ -153,23 +153,6 @@ def _constraint(body: GenerationRequest) -> dict[str, Any]:
                 raise ApiError(400, "response_format and guided_* fields: give one of them", f"guided_{name}")
             asked[name] = value
     return {"structured_outputs": asked} if asked else {}
-
-
-def _messages(body: ChatCompletionRequest) -> list[dict[str, Any]]:
-    """Messages in the form that chat templates read: content as one text, arguments of tool calls as objects."""
-    return [_message(message) for message in body.messages]
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    plain = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        plain["content"] = "\n".join(part.text for part in message.content)
-    for call in plain.get("tool_calls", ()):
-        try:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError) as error:
-            raise ApiError(400, f"a tool call's arguments are not JSON: {error}", "messages") from error
-    return plain
 
 
 def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
