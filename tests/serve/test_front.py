@@ -57,13 +57,14 @@ class Engine(EngineClient):
         self._take({"deltas": deltas})
 
 
-def ask(engine: Engine, path: str, body: dict[str, Any], max_queue: int = 256) -> httpx.Response:
+def ask(engine: Engine, path: str, body: dict[str, Any] | None, max_queue: int = 256) -> httpx.Response:
+    """The answer to a POST of `body`, or to a GET if there is none."""
     settings = ServeSettings(model="model", max_queue=max_queue)
     transport = httpx.ASGITransport(build_app(Service(settings, engine, engine.tokenizer)))
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=transport, base_url="http://front") as client:
-            return await client.post(path, json=body)
+            return await (client.get(path) if body is None else client.post(path, json=body))
 
     return asyncio.run(post())
 
@@ -117,6 +118,8 @@ def test_a_chat_that_names_no_limit_may_fill_the_context() -> None:
     assert "min_tokens = 401 exceeds max_tokens" in chat(engine, min_tokens=401).text
     assert ask(engine, "/v1/completions", {"prompt": "x", "max_tokens": None}).status_code == 200
     assert engine.told[-1]["params"]["max_tokens"] == 16
+    [card] = ask(engine, "/v1/models", None).json()["data"]
+    assert card["max_model_len"] == 400
 
 
 def deep(depth: int) -> str:

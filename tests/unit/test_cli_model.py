@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from trtspec.cli.main import COMMANDS, _parser
+from trtspec.cli.options import engine_options
 from trtspec.cli.train import KINDS
+from trtspec.config.engine import EngineConfig
 
 NEEDED = {
     "generate": ("--prompt", "x"),
@@ -36,3 +38,16 @@ def test_by_place_or_by_option(words: str, name: str, capsys: pytest.CaptureFixt
             parser.parse_args([*command, *model, *needed])
         assert ended.value.code == 2
         assert complaint in capsys.readouterr().err
+
+
+def test_limits_and_switches_reach_the_engine() -> None:
+    """Each option is an argument of LLM only if it is given."""
+    parser = _parser(["generate"])
+    assert engine_options(parser.parse_args(["generate", "m"])) == {"dtype": "auto"}
+    given = ["--block-size", "8", "--max-input-len", "9", "--no-enable-prefix-caching", "--no-enable-cuda-graph"]
+    named = engine_options(parser.parse_args(["generate", "m", *given]))
+    assert named == {
+        "dtype": "auto", "block_size": 8, "max_input_len": 9, "enable_prefix_caching": False,
+        "enable_cuda_graph": False,
+    }  # fmt: skip
+    EngineConfig(**named)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import secrets
 import sys
 import time
 from dataclasses import dataclass, field
@@ -31,9 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     chat.add_argument("--system", help="a system message, with which each conversation begins")
     chat.add_argument("--max-tokens", type=int, help="of an answer (default: what room there is)")
     chat.add_argument("--temperature", type=float, default=0.8, help="0 = greedy (default 0.8)")
-    chat.add_argument("--top-k", type=int)
-    chat.add_argument("--top-p", type=float)
-    chat.add_argument("--min-p", type=float)
+    chat.add_argument("--top-k", type=int, help="sample from the k likeliest tokens; 0 = from all")
+    chat.add_argument("--top-p", type=float, help="sample from the likeliest tokens with this probability together")
+    chat.add_argument("--min-p", type=float, help="sample from tokens with this share of the largest probability")
     chat.add_argument("--seed", type=int, help="of the first answer; the others count up (default: drawn anew)")
 
 
@@ -68,7 +69,7 @@ def run(namespace: argparse.Namespace) -> int:
 
     _params(namespace, 0)  # raises for wrong parameters before the model starts
     interactive, console, failed = sys.stdin.isatty(), Console(), False
-    with open_llm(namespace) as llm:
+    with open_llm(namespace, seed=secrets.randbits(32)) as llm:  # of answers, unless --seed is given
         if llm.tokenizer is None or not llm.tokenizer.chat_templates:
             raise RequestError(f"{namespace.model} has no chat template; use trtspec generate, or give --tokenizer")
         if interactive:

@@ -12,6 +12,17 @@ from trtspec.errors import ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode, words_for
 
+LIMITS = {
+    "max_batch_size": "requests in one step (default 32)",
+    "max_num_tokens": "rows of one step of the target (default 2048)",
+    "max_seq_len": "tokens of a sequence (default: the checkpoint's limit)",
+    "max_input_len": "tokens of a prompt (default: no limit of its own)",
+    "num_kv_blocks": "size of the KV cache in blocks (default: what max-batch-size full sequences need, if it is free)",
+    "kv_cache_memory": "the same in bytes, for target and draft together",
+    "block_size": "tokens of a KV block (default 16)",
+}
+"""Field of EngineConfig -> help of its option."""
+
 
 def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
     """Add an argument for a folder, given either by its position or by `option`.
@@ -43,12 +54,20 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     engine.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128")
     engine.add_argument("--lm-head-quantization", help="int8: of the lm_head, and the embedding if they are one matrix")
-    for name in ("max-batch-size", "max-num-tokens", "max-seq-len", "num-kv-blocks", "kv-cache-memory"):
-        engine.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
+    for name, what in LIMITS.items():
+        engine.add_argument(f"--{name.replace('_', '-')}", type=int, help=what)
+    engine.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="prompts take over the KV blocks of earlier requests that begin alike (default: they do)",
+    )  # fmt: skip
     engine.add_argument(
         "--generation-config", choices=("auto", "off"), help="off: unset sampling fields ignore generation_config.json"
     )
     engine.add_argument("--disable-overlap-scheduler", action="store_true", help="wait for every step (cuda)")
+    engine.add_argument(
+        "--enable-cuda-graph", action=argparse.BooleanOptionalAction,
+        help="generation steps are CUDA graphs (cuda; default: they are)",
+    )  # fmt: skip
 
 
 def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -59,12 +78,10 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
         "dtype",
         "quantization",
         "lm_head_quantization",
-        "max_batch_size",
-        "max_num_tokens",
-        "max_seq_len",
-        "num_kv_blocks",
-        "kv_cache_memory",
+        *LIMITS,
+        "enable_prefix_caching",
         "generation_config",
+        "enable_cuda_graph",
     )
     options = {name: getattr(namespace, name) for name in names if getattr(namespace, name) is not None}
     if namespace.disable_overlap_scheduler:

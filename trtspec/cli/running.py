@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 from rich.text import Text
 
@@ -13,14 +14,18 @@ from trtspec.outputs import OutputDelta
 from trtspec.text import IncrementalDetokenizer
 
 
-def open_llm(namespace: argparse.Namespace) -> LLM:
-    """Load the model that the options of `add_engine_options` name, with their speculation. Raises what LLM raises."""
+def open_llm(namespace: argparse.Namespace, **more: Any) -> LLM:
+    """Load the model that the options of `add_engine_options` name, with their speculation. Raises what LLM raises.
+
+    more: further arguments of LLM.
+    """
     return LLM(
         namespace.model,
         namespace.speculative_config,
         namespace.tokenizer,
         progress=sys.stderr.isatty(),
         **engine_options(namespace),
+        **more,
     )
 
 

@@ -36,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="browsers' pages that may call it"
     )
+    server.add_argument(
+        "--seed", type=int, help="of requests that bring none (default 0); they get the same texts after each start"
+    )
     server.add_argument("--log-format", choices=FORMATS, default="text", help="of the lines on stderr")
     server.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is written")
     server.add_argument(
@@ -55,6 +58,8 @@ def run(namespace: argparse.Namespace) -> int:
     keys = [*namespace.api_key, *(os.environ[name] for name in ["TRTSPEC_API_KEY"] if name in os.environ)]
     settings = ServeSettings(**{**given, "cors": tuple(namespace.cors)}, api_keys=tuple(keys))
     options = {"model": namespace.model, **engine_options(namespace)}
+    if namespace.seed is not None:
+        options["seed"] = namespace.seed
     if namespace.tokenizer is not None:
         options["tokenizer"] = namespace.tokenizer
     if namespace.speculative_config is not None:

@@ -99,7 +99,7 @@ def build_app(service: Service) -> FastAPI:
             "object": "model",
             "created": service.created,
             "owned_by": "trtspec",
-            "max_model_len": info.max_seq_len,
+            "max_model_len": service.context,
             "speculation": {"mode": info.mode, "max_draft_len": info.max_draft_len, "lossy": info.lossy},
         }
         return {"object": "list", "data": [card]}

@@ -213,7 +213,7 @@ class Service:
 
     def room(self, prompts: Sequence[Sequence[int]]) -> int:
         """Number of tokens that may follow the longest prompt; 1 if it is too long, which `start` refuses."""
-        return max(self._context - max(map(len, prompts), default=0), 1)
+        return max(self.context - max(map(len, prompts), default=0), 1)
 
     def check_room(self, num_prompts: int, n: int) -> None:
         """Raise ApiError for more samples than a request may have, or than there is room for now.
@@ -252,14 +252,14 @@ class Service:
         return generation
 
     @property
-    def _context(self) -> int:
+    def context(self) -> int:
         """Maximum number of tokens of a prompt and its completion together."""
         return min(self.info.max_seq_len, self.info.kv_tokens)
 
     def _check_length(self, prompt: Sequence[int], max_tokens: int | None) -> None:
         if not prompt:
             raise ApiError(400, "the prompt is empty; give at least one token", "prompt")
-        vocab_size, most = self.info.vocab_size, self._context
+        vocab_size, most = self.info.vocab_size, self.context
         if max(prompt) >= vocab_size:
             raise ApiError(400, f"token id {max(prompt)} is none: ids are 0..{vocab_size - 1}", "prompt")
         if len(prompt) + (max_tokens or 1) > most:
