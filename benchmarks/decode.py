@@ -1,4 +1,4 @@
-"""Every mode next to plain decoding on the demo models, code completion: `make bench`.
+"""N-gram, a draft model and EAGLE3 next to plain decoding on the demo models, code completion: `make bench`.
 
 Each row is one `trtspec bench decode`, whose repeats alternate with plain decoding in the same process. So the ratios
 hold on a machine whose speed drifts. It prints a markdown table; the JSON files hold the rest.

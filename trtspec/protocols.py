@@ -46,25 +46,26 @@ class DraftRequest:
 
     request_id: int
     tokens: Sequence[int]  # prompt and output so far, read only; a slice of it is a new list
-    max_draft_len: int  # 0..K; 0 = no drafts, only where hidden_states are given
+    max_draft_len: int  # 0..K, nodes of a tree; 0 = no drafts, only where hidden_states are given
     sampling: RequestSampling
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
     draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)
-    # [n, number * H], for modes that read the target's states: those of the tokens from draft_kv_len on. n is
-    # len(tokens) - draft_kv_len - 1. Inside a prompt n may be less; then max_draft_len is 0: only draft KV is wanted.
+    # [rows, captured layers * H], for modes that read the target's states: those of the tokens from draft_kv_len on.
+    # There are len(tokens) - draft_kv_len - 1 rows. Inside a prompt there may be fewer. Then only draft KV is wanted, and
+    # max_draft_len is 0.
     hidden_states: Tensor | None = None
     prompt_len: int = 0  # leading tokens that came with the request; the others are its response
     max_depth: int | None = None  # most tokens that drafts may be ahead, where they may be a tree; None: only a chain
 
 
 class Drafter(Protocol):
-    """The source of drafts in two-engine speculation, outside the target's graph."""
+    """The source of drafts outside the target's graph: a model of its own, or a lookup on the host."""
 
     def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
         """Return one row per request, in order, with draft_lens[b] <= requests[b].max_draft_len.
 
-        If this raises or returns an invalid proposal, it is called again with each request alone. Requests for which
-        that fails too go on without drafts.
+        If a call for several requests raises or returns an invalid proposal, each request is asked for alone. A request
+        whose own call fails gets no more drafts. A DeviceError ends all requests.
         """
         ...
 

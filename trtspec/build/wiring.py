@@ -1,6 +1,6 @@
 """Assemble an engine from its models, its drafter and its loop.
 
-Only this module, context.py, steps.py and models.py turn names into objects.
+Only modules of this folder turn names of methods and backends into objects.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Two decisions are made before each launch. `make`: how many drafts the launch makes for each request. `verify`: how many
 of its drafts each request verifies. Both maximise the expected tokens per second of the batch. The time of a step comes
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
-Where draft layers score their drafts, `verify` goes by the scores. `make` expects chances to differ as they did lately.
+Where draft layers score their drafts, `verify` goes by the scores. Before there are scores, `make`
+expects the chances of requests to spread around their mean as in the latest steps.
 
 Decisions follow from calls alone, those of `time` included. So a recorded trace gives the same decisions again.
 """
@@ -62,10 +63,11 @@ class DraftLength:
         return len(self.costs.draft_lens) == 1
 
     def asks(self, request_id: int, batch: int) -> bool:
-        """Whether drafts of a request are to be looked up, so that `verify` may choose them.
+        """Whether to ask the drafter for drafts of a request, so that `verify` may choose them.
 
-        A request in a rest does not look up, nor does any where no drafts could pay: looking up takes time. A drafter
-        may search the text of other requests, which it sees only when asked. So all requests ask at every 16th launch.
+        True for drafts that are not looked up. Looking up takes time, so a request that rests does not ask, and none
+        does where no drafts could pay. A rest is a pause after drafts that failed. All requests ask in steps that
+        measure times. They also do at every 16th launch, as a drafter may search the text of other requests.
         """
         if not self.looks_up or self._launches % LOOK_EVERY == 0 or self.costs.tries(batch) is False:
             return True

@@ -38,7 +38,7 @@ class Scheduler:
     """A first-come, first-served scheduler: the oldest requests get blocks first.
 
     If blocks run short, the newest requests wait and are computed again later.
-    `num_draft_tokens`: number of rows reserved for the drafts of the next step, usually K.
+    `num_draft_tokens`: number of KV rows reserved after those of a step, for drafting and the next step's drafts.
     `reuse`: shares blocks between requests, None = blocks are not shared. `forks_draft_kv`: samples of a prompt share
     only rows that have draft KV, as it cannot be computed later. `provisional`: number of last rows that are computed
     again, see kv.reuse. `branch_rows`: number of rows past a request's length limit that a draft tree may need, as its
@@ -146,8 +146,9 @@ class Scheduler:
         return (*contexts, *generations)
 
     def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Reserve blocks for the first `num_tokens` tokens. False, and nothing changed, if there are not enough.
+        """Reserve blocks for the first `num_tokens` tokens, but none past the request's limit.
 
+        False, and nothing changed, if there are not enough.
         While many blocks are free it reserves a few more, so that not every step has to reserve.
         """
         # no row past it is needed; a context has no drafts

@@ -3,7 +3,8 @@
 A step reads some thirty fields of each request, and a launch evicts all of them from the CPU caches. With many requests
 most of the host's time is spent fetching them. A step needs none of them if no request arrives, finishes or waits for
 blocks: its input tokens are outputs of the last launch, and the lengths are sums. A SteadyBatch keeps just these. It
-updates the tokens, KV lengths and counts of its requests every MAX_STEPS steps, and when it ends.
+updates the tokens, KV lengths and counts of its requests every MAX_STEPS steps, and when it ends. Requests with a text
+stream are read and updated in each step.
 
 The lists here are not arrays on purpose: code is evicted like data, and the first array operation after a launch takes
 longer than a loop over a short list.
@@ -187,7 +188,8 @@ class SteadyLoop(IsolatedLoop):
     def repeat(self, steady: SteadyBatch) -> list[Emission] | None:
         """Run one step of a steady batch.
 
-        None, and nothing is done, if the next step differs or the launch fails; the ordinary step isolates the fault.
+        None means that the ordinary step must run: the next step differs, or the launch failed. Blocks may be reserved
+        then. DeviceError if the device is lost.
         """
         if not steady.can_repeat(self.scheduler, self.input_builder, self.proposer):
             return None

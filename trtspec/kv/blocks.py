@@ -16,7 +16,7 @@ class SequenceKV:
     committed: int = 0  # leading tokens whose target KV is valid
     draft_kv_len: int = 0  # leading tokens whose draft KV is valid
     published: int = 0  # leading blocks that were published for reuse, or taken over
-    keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # keys of its tokens, see kv.reuse
+    keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # one for each full block, see kv.reuse
 
 
 class BlockAllocator:
@@ -98,7 +98,7 @@ class BlockAllocator:
         return blocks
 
     def release(self, kv: SequenceKV) -> None:
-        """Release every block and forget the contents. The keys stay, as they belong to the tokens."""
+        """Release every block. Published ones can be found until they are evicted. Keys stay, as tokens do."""
         for block in reversed(kv.blocks):  # tail first, to be evicted first: it is never found without its head
             self._references[block] -= 1
             if self._references[block] == 0:

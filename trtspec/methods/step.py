@@ -1,4 +1,4 @@
-"""The modules that one launch runs: forward pass and sampling; with a worker also acceptance and the next drafts."""
+"""The modules that one launch runs: a target with or without draft layers, or draft layers alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Step(nn.Module, ABC):
         """Run one launch; K and V of all T rows are in `kv` afterwards."""
 
     def attend(self, attn: AttnMetadata, kv: Sequence[KVLayer]) -> PagedAttend:
-        """Return the callable that provides keys and values to the step's layers."""
+        """Return the callable that appends a layer's keys and values to the cache and computes its attention."""
         return self._attend(attn, kv, [layer.window for layer in self.kv_layers], self.kv_groups)
 
     @property
@@ -81,7 +81,7 @@ class Step(nn.Module, ABC):
 
     @property
     def verifies_drafts(self) -> bool:
-        """Whether the step accepts drafts in its launch."""
+        """Whether the launch compares drafts with the drawn tokens. Chains of a DecodeStep are compared on the host."""
         return self.tree is not None
 
     @property
@@ -326,8 +326,8 @@ class OneEngineStep(DraftingStep, DecodeStep):
 class HeadStep(DraftingStep):
     """A worker's draft layers next to the target: one launch makes all drafts of a step.
 
-    Its rows are context rows. The launch drafts the inputs.spec.next_draft_len tokens after the last known token of
-    each request. Unlike in other steps, sampling.positions is the index of that last known token.
+    Every request is entered as a context, so no row is a draft. The launch drafts the inputs.spec.next_draft_len tokens
+    after the last known token of each request. Unlike in other steps, sampling.positions is the index of that token.
 
     Layers that read the target's states take them as hidden_states [T, n * Ht], and input_ids [T] are the tokens
     *after* each row. A whole draft model (hidden_width 0) takes the tokens of the rows. UnsupportedError for layers

@@ -20,7 +20,7 @@ class IncrementalDetokenizer:
     run of byte tokens. Such a run decodes to characters or to U+FFFD, depending on its last byte.
 
     Decoding depends on the left neighbour: a leading space is dropped only at the start of a text. So new ids are
-    decoded after those of the previous delta. The window holds a few ids, however long the text is.
+    decoded after those of the previous delta. The window holds the ids since that delta: few, but for runs of bytes.
 
     prompt: ids before the text. Its last token is decoded before the first ids, so a space between them stays: the law
     holds for that token and all ids, without the text of that token. It counts if it is visible and whole characters.
@@ -80,8 +80,9 @@ class IncrementalDetokenizer:
 class StopMatcher:
     """A matcher that cuts a stream of text at the first stop string; it holds back text that may begin one.
 
-    The stop string that ends first wins; of those that end together, the longest wins. So emitted text never contains a
-    stop string, nor the beginning of one that is completed later, however the text is divided.
+    The stop string that ends first wins; of those that end together, the longest wins. So emitted text contains no
+    stop string, nor the beginning of one that is completed later, however the text is divided. Exceptions are the
+    matched one with include_stop_str_in_output, and text that comes while the matcher is not armed.
     """
 
     def __init__(self, stop: Sequence[str] = (), include_stop_str_in_output: bool = False) -> None:

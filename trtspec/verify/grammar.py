@@ -54,7 +54,10 @@ class Guide:
         return sorted(self._walk(drafts, parents))
 
     def next_tokens(self, most: int) -> list[int]:
-        """At most `most` tokens of the text that must come next, but for its white space, and of its end."""
+        """At most `most` tokens of the text that must come next, and the end token if the text must end there.
+
+        White space in it is a guess. At the end of text that goes on it is left out.
+        """
         if most <= 0 or self._matcher.is_terminated():
             return []
         with next_text(self._matcher, self._spacing, self._vocabulary, CHARACTERS_PER_TOKEN * most) as text:
@@ -151,8 +154,8 @@ class GrammarCompiler:
     def guides(self, wanted: StructuredOutputs, end_ids: Collection[int], count: int) -> list[Guide]:
         """Return `count` guides at the beginning of a text of the wanted form.
 
-        end_ids: ids that may be drawn where the text may end. RequestError, in xgrammar's words, if `wanted` cannot be
-        compiled.
+        end_ids: ids that may be drawn where the text may end. RequestError if there is none, or if `wanted` cannot be
+        compiled or enforced.
         """
         if not end_ids:
             raise RequestError(

@@ -1,7 +1,7 @@
 """The live view: a page at /, its files under /dashboard, and at /live a feed of the engine's activity.
 
-Like /metrics, none of these needs an API key: the page holds no data, and the feed contains only counts. To generate,
-the page sends requests to /v1, with a key if one is needed.
+Like /metrics, none of these needs an API key. The page holds no data. The feed has counts, the model's name, the
+engine's state and its limits, but no texts. To generate, the page sends requests to /v1, with a key if one is needed.
 """
 
 from __future__ import annotations
