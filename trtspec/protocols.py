@@ -51,8 +51,8 @@ class DraftRequest:
     block_table: Sequence[int]  # covers len(tokens) + max_draft_len - 1 tokens
     draft_kv_len: int  # leading tokens whose draft KV is valid, less than len(tokens)
     # [rows, captured layers * H], for modes that read the target's states: those of the tokens from draft_kv_len on.
-    # There are len(tokens) - draft_kv_len - 1 rows. Inside a prompt there may be fewer. Then only draft KV is wanted, and
-    # max_draft_len is 0.
+    # There are len(tokens) - draft_kv_len - 1 rows. Inside a prompt there may be fewer. Then max_draft_len
+    # is 0: only draft KV is wanted.
     hidden_states: Tensor | None = None
     prompt_len: int = 0  # leading tokens that came with the request; the others are its response
     max_depth: int | None = None  # most tokens that drafts may be ahead, where they may be a tree; None: only a chain
