@@ -26,9 +26,7 @@ from trtspec.serve.triton.backend import (
     backend_utils,
     check_streaming,
     is_decoupled,
-    sampling_params,
     send_error,
-    stop_fields,
 )
 from trtspec.serve.triton.configs import (
     FROM_PREPROCESSING,
@@ -38,6 +36,7 @@ from trtspec.serve.triton.configs import (
     ModelSpec,
     TensorSpec,
 )
+from trtspec.serve.triton.fields import sampling_params, stop_fields
 from trtspec.serve.triton.settings import CANCELLATION_CHECK_MS
 from trtspec.serve.triton.tensors import Values, make_tensors, read_inputs, read_tensors, requested
 from trtspec.text import Tokenizer
