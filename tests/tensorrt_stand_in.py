@@ -38,6 +38,7 @@ class CudaRuntime:
         self.capturing: list[Callable[[], None]] | None = None
         self.launched_graphs = 0
         self.capture_fails = False
+        self.lost = False  # a kernel has failed, and with it everything since
 
     def cudaDriverGetVersion(self) -> tuple[int, int]:
         return 0, self.driver
@@ -81,7 +82,10 @@ class CudaRuntime:
         return 0, 77
 
     def cudaStreamSynchronize(self, stream: int) -> tuple[int]:
-        return (0,)
+        return self.cudaPeekAtLastError()
+
+    def cudaPeekAtLastError(self) -> tuple[int]:
+        return (700 if self.lost else 0,)
 
     def cudaStreamBeginCapture(self, stream: int, mode: int) -> tuple[int]:
         self.capturing = []

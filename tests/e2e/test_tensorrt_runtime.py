@@ -23,7 +23,7 @@ from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, packed, wishes
 from tests.e2e.tensorrt_engines import Built
 from tests.e2e.tiny import Outcome, run_together
 from tests.fake_tensorrt.golden import assert_golden
-from tests.tensorrt_stand_in import CudaRuntime, TensorRT
+from tests.tensorrt_stand_in import Context, CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams
 from trtspec.backends.export import example_batch
 from trtspec.backends.tensorrt import compile as tensorrt_compile
@@ -36,6 +36,7 @@ from trtspec.errors import (
     CheckpointError,
     ConfigError,
     DependencyError,
+    DeviceError,
     EngineError,
     UnsupportedError,
 )
@@ -177,8 +178,11 @@ def test_generations_have_a_profile_of_their_own(engine: Callable[..., Path]) ->
     graph, tensors = found._checked(example_batch(K, LIMITS["block_size"]))
     shapes = [(32,) if name == "input_ids" else tuple(x.shape) for name, x in zip(graph.names, tensors, strict=True)]
     assert plan._profile(shapes) == tensorrt.GENERATION  # 32 rows are 8 requests' worth
-    plan.largest[tensorrt.GENERATION]["input_ids"] = (31,)
+    plan.largest[tensorrt.GENERATION]["input_ids"] = (1,)
     assert plan._profile(shapes) == tensorrt.MIXED
+    found.run(example_batch(K, LIMITS["block_size"]))
+    assert plan.contexts[tensorrt.MIXED].ran
+    assert {profile for profile, *_ in plan.seen} == {tensorrt.GENERATION}  # others are never captured
 
 
 @pytest.mark.long
@@ -213,6 +217,27 @@ def test_a_plan_that_cannot_be_captured_runs_without(
         found.run(example_batch(K, LIMITS["block_size"], uniform=True))
     assert cuda.launched_graphs == 0
     assert [record.getMessage() for record in caplog.records if "without CUDA graphs" in record.getMessage()]
+
+
+def test_a_lost_device_ends_all_requests(engine: Callable[..., Path], cuda: CudaRuntime) -> None:
+    """None of them is launched again alone, as nothing runs any more."""
+    llm = LLM(engine("none"), **TIGHT)
+    cuda.lost = True
+    with pytest.raises(EngineError, match=r"DeviceError: .* error 700; the GPU failed"):
+        llm.generate([[1, 2], [3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert isinstance(llm.failure, DeviceError)
+
+
+def test_a_step_that_tensorrt_does_not_run_may_mean_a_lost_device(
+    engine: Callable[..., Path], cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = executable(engine("none"))
+    monkeypatch.setattr(Context, "execute_async_v3", lambda self, stream: False)
+    with pytest.raises(EngineError, match="did not run the step, its messages say why"):
+        found.run(example_batch(0, LIMITS["block_size"]))
+    cuda.lost = True
+    with pytest.raises(DeviceError, match="the GPU failed"):
+        found.run(example_batch(0, LIMITS["block_size"]))
 
 
 def test_plans_of_another_version_or_card_are_refused(

@@ -11,7 +11,7 @@ import pytest
 from tests.tensorrt_stand_in import CudaRuntime
 from trtspec.backends.tensorrt import executable as tensorrt
 from trtspec.backends.tensorrt.cuda import Cuda
-from trtspec.errors import CapacityError, DependencyError
+from trtspec.errors import CapacityError, DependencyError, DeviceError, EngineError
 
 
 def test_too_little_device_memory_is_a_capacity_error() -> None:
@@ -19,6 +19,18 @@ def test_too_little_device_memory_is_a_capacity_error() -> None:
         CapacityError, match=r"2\.15 GB of device memory were refused \(out of memory\); lower kv_cache"
     ):
         Cuda(CudaRuntime()).allocate(2**31)
+
+
+@pytest.mark.parametrize(("status", "lost"), [(1, False), (900, False), (700, True), (719, True)])
+def test_only_a_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch, status: int, lost: bool) -> None:
+    runtime = CudaRuntime()
+    monkeypatch.setattr(runtime, "cudaStreamSynchronize", lambda stream: (status,))
+    monkeypatch.setattr(runtime, "cudaMalloc", lambda size: (status, None))
+    with pytest.raises(EngineError, match=f"cudaStreamSynchronize: error {status}") as failed:
+        Cuda(runtime).synchronize(77)
+    assert isinstance(failed.value, DeviceError) == lost
+    with pytest.raises(DeviceError if lost else CapacityError):
+        Cuda(runtime).allocate(1)
 
 
 @pytest.fixture

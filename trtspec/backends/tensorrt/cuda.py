@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.errors import CapacityError, DependencyError, EngineError
+from trtspec.errors import CapacityError, DependencyError, DeviceError, EngineError
 
 LEAST_DRIVER = 13000
 """Least driver version, 1000 * major + 10 * minor, for CUDA 13's runtime, with which TensorRT 11 is built."""
+
+_LOST = frozenset((46, 201, 214, 220, 700, 702, *range(709, 711), *range(714, 720), 721, 999))
+"""Values of cudaError_t after which nothing can run on the device: faults of kernels, memory errors, lost contexts."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,7 @@ class Cuda:
     def allocate(self, nbytes: int) -> Memory:
         """Allocate device memory. CapacityError if there is not enough."""
         error, address = self._runtime.cudaMalloc(max(nbytes, 1))
+        self._check_device("cudaMalloc", error)
         if int(error) != 0:
             raise CapacityError(
                 f"{nbytes / 1e9:.2f} GB of device memory were refused ({self._said(error)}); lower kv_cache_memory, "
@@ -143,9 +147,21 @@ class Cuda:
         self._call("cudaGraphDestroy", graph)
         return lambda: self._call("cudaGraphLaunch", executable, stream)
 
+    def check(self) -> None:
+        """Raise DeviceError if the device is lost, for callers whose own call only says that it failed."""
+        self._check_device("cudaPeekAtLastError", *self._runtime.cudaPeekAtLastError())
+
+    def _check_device(self, name: str, error: Any) -> None:
+        if int(error) in _LOST:
+            raise DeviceError(f"{name}: {self._said(error)}; the GPU failed, start this process anew")
+
     def _call(self, name: str, *arguments: Any) -> Any:
-        """Call a runtime function and return its results without the error code. EngineError names the function."""
+        """Call a runtime function and return its results without the error code.
+
+        EngineError, or DeviceError if the device is lost, names the function.
+        """
         error, *values = getattr(self._runtime, name)(*arguments)
+        self._check_device(name, error)
         if int(error) != 0:
             raise EngineError(f"{name}: {self._said(error)}")
         return values[0] if len(values) == 1 else tuple(values) if values else None

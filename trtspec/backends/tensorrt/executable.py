@@ -29,7 +29,7 @@ from trtspec.backends.graph_io import INPUTS, SLOT_ROWS
 from trtspec.backends.tensorrt.cuda import Cuda, DeviceTensor, Memory
 from trtspec.backends.tensorrt.profiles import cache_shape
 from trtspec.core import KVLayer, StepInputs, StepOutputs
-from trtspec.errors import CheckpointError, DependencyError, EngineError
+from trtspec.errors import CheckpointError, DependencyError, DeviceError, EngineError
 
 logger = logging.getLogger(__name__)
 
@@ -269,14 +269,15 @@ class _Plan:
             launch, context = self.captured[key]
             launch()
             return context
-        again = profile == GENERATION and key in self.seen
-        captures = again and self.may_capture and len(self.captured) < _MOST_GRAPHS
+        may_capture = profile == GENERATION and self.may_capture and len(self.captured) < _MOST_GRAPHS
+        captures = may_capture and key in self.seen
         context = self._context(profile) if captures else self.contexts[profile]
         self._bind(context, shapes, buffers)
         self._enqueue(context)  # TensorRT also requires one such run before a capture
         if captures:
             self._capture(context, key)
-        self.seen.add(key)
+        elif may_capture:
+            self.seen.add(key)
         return context
 
     def _bind(self, context: Any, shapes: tuple[tuple[int, ...], ...], buffers: Mapping[str, Memory]) -> None:
@@ -289,12 +290,15 @@ class _Plan:
     def _capture(self, context: Any, key: tuple[Any, ...]) -> None:
         try:
             self.captured[key] = self.cuda.capture(self.stream, lambda: self._enqueue(context)), context
+        except DeviceError:
+            raise  # the device is lost
         except EngineError as error:
             self.may_capture = False
             logger.warning("%s runs without CUDA graphs: %s", self.graph.file, error)
 
     def _enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(self.stream):
+            self.cuda.check()
             raise EngineError(f"{self.graph.file}: TensorRT did not run the step, its messages say why")
 
 
