@@ -6,6 +6,7 @@ kept.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from trtspec_plugins.triton.compile import ARCHITECTURES, BuildError, Kernel, compile_kernel, compiler, number
@@ -48,12 +49,13 @@ def folder() -> Path:
 
 
 def manifest() -> dict[str, Compiled]:
-    """Compiled kernels by "<plugin>-<architecture>"; empty if there are none."""
+    """Compiled kernels by "<plugin>-<architecture>"; without those that another version of this file wrote."""
     try:
         lines = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
-    return {key: Compiled(**line) for key, line in lines.items()}
+    names = {field.name for field in fields(Compiled)}
+    return {key: Compiled(**line) for key, line in lines.items() if set(line) == names}
 
 
 def sources_digest() -> str:
@@ -110,10 +112,18 @@ def build(
                 raise BuildError(f"no such kernel: {error}") from error
             ptx, compiled = _compile(wanted, architecture, f"{key}.ptx", digest)
             _write(folder() / compiled.file, ptx)
-            done[key] = compiled
-            lines = {key: asdict(line) for key, line in sorted(done.items())}
-            _write(folder() / "manifest.json", json.dumps(lines, indent=1) + "\n")
+            done = _enter(key, compiled)
             report(f"compiled {key}: {compiled.target}, {compiled.num_threads} threads a block")
+    return done
+
+
+def _enter(key: str, compiled: Compiled) -> dict[str, Compiled]:
+    """Enter a kernel into the manifest, which other processes may change at the same time. Returns the manifest."""
+    with (folder() / "manifest.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
+        done = {**manifest(), key: compiled}
+        lines = {key: asdict(line) for key, line in sorted(done.items())}
+        _write(folder() / "manifest.json", json.dumps(lines, indent=1) + "\n")
     return done
 
 

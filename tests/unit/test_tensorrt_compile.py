@@ -11,6 +11,8 @@ from typing import Any
 
 import onnx_ir as ir
 import pytest
+from trtspec_plugins.tensorrt import build as kernels
+from trtspec_plugins.tensorrt.device import architecture
 from trtspec_plugins.triton.launch import LOGITS_STEP
 
 from tests.e2e.conformance import LIMITS, K, make_models, wishes
@@ -24,6 +26,7 @@ from trtspec.backends.onnx.export import DOMAIN
 from trtspec.backends.sizes import LOGITS_DEPTH, Sizes
 from trtspec.backends.table import BACKENDS
 from trtspec.backends.tensorrt.compile import (
+    _kernels_for,
     _needs,
     aot_kernels,
     build_plan,
@@ -185,6 +188,25 @@ def test_what_an_engine_needs_where_it_runs() -> None:
     assert _needs(here, lenient) == {"tensorrt major version": "11", "compute_capability": "9.0"}
     lenient = TensorRTOptions(hardware_compatibility="ampere_plus")
     assert _needs(here, lenient) == {"tensorrt": "11.4.0.106"}
+
+
+def test_an_engine_for_many_gpus_gets_kernels_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sm_90a's kernels run on 9.0 alone."""
+    monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
+    with _kernels_for(TensorRTOptions(hardware_compatibility="ampere_plus")):
+        assert architecture() == "sm_80"
+    with _kernels_for(TensorRTOptions(hardware_compatibility="same_compute_capability")):
+        assert architecture() == "sm_90"
+
+
+def test_two_builds_enter_their_kernels_in_one_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of another version of the file do not count, and do no harm."""
+    monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path))
+    (tmp_path / "manifest.json").write_text('{"old-sm_80": {"file": "old.ptx", "blocks": 3}}')
+    one, other = (kernels.Compiled(f"{name}.ptx", name, 3, 32, 0, "sm_80", "digest") for name in ("one", "other"))
+    assert kernels.manifest() == {}
+    kernels._enter("one-sm_80", one)
+    assert kernels._enter("other-sm_80", other) == {"one-sm_80": one, "other-sm_80": other} == kernels.manifest()
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("FLOAT", "fp32"), ("FLOAT16", "fp16"), ("BFLOAT16", "bf16")])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,8 @@ def compile_step(
         model = export_onnx(step, example, example_kv(step, example, block_size))
         write_linears(model, "tensorrt")
         if real:
-            check_kernels(model, sizes.linear)
+            with _kernels_for(options):
+                check_kernels(model, sizes.linear)
         names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
         names = (SLOT_ROWS,) * sizes.linear + names  # constraints stay last
         largest = sizes.at_draft_len(step, K)
@@ -253,7 +255,8 @@ def compile_step(
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
-        plan, used = build_plan(trt, model, shapes, options, plugin_of, linear)
+        with _kernels_for(options):
+            plan, used = build_plan(trt, model, shapes, options, plugin_of, linear)
         (folder / file).write_bytes(plan)
         if options.strip_plan:
             if any(name in weights and not torch.equal(weights[name], tensor) for name, tensor in used.items()):
@@ -264,6 +267,14 @@ def compile_step(
         save_weight_file(weights, folder / WEIGHTS)
     compiled = CompiledStep.of(step, graphs[::-1], constraints)
     return replace(compiled, made_for=_needs(made_for(trt, cuda), options), kv_blocks=sizes.blocks, linear=sizes.linear)
+
+
+def _kernels_for(options: TensorRTOptions) -> AbstractContextManager[None]:
+    """Return a context in which plugins get kernels that run wherever the plan may run."""
+    from trtspec_plugins.tensorrt.device import oldest
+
+    kernels: AbstractContextManager[None] = oldest("sm_80" if options.hardware_compatibility == "ampere_plus" else None)
+    return kernels
 
 
 def _needs(here: Mapping[str, str], options: TensorRTOptions) -> dict[str, str]:
