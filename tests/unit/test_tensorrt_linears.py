@@ -123,9 +123,13 @@ def test_what_fp8_weights_multiply_is_rounded(kind: str, biased: bool) -> None:
     assert {"step.weight.matrix", "step.weight.scales", "step.weight.x_scale"} <= set(network._weights)
 
 
-def test_fp8_scales_that_fp16_lacks_are_refused() -> None:
-    weight = pack_fp8(torch.ones(N, K).to(torch.float8_e4m3fn), torch.full((N,), 1e-7))
-    with pytest.raises(UnsupportedError, match=r"weight: its fp8 scales do not fit torch\.float16; use dtype bfloat16"):
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
+def test_scales_that_fp16_lacks_are_refused(kind: str) -> None:
+    if kind == "fp8":
+        weight = pack_fp8(torch.ones(N, K).to(torch.float8_e4m3fn), torch.full((N,), 1e-7))
+    else:
+        weight = quantize_int8(torch.full((N, K), 1e-7))
+    with pytest.raises(UnsupportedError, match=r": its scales do not fit torch\.float16; use dtype bfloat16"):
         linear(torch.float16, weight, None, False)
 
 

@@ -94,11 +94,11 @@ class _Matrices:
         single = bool((columns == columns[0]).all())
         matrix = self._constant(f"{weight.name}.matrix", lambda: unpack_values(held)[:N, :K])
         scales = self._constant(
-            f"{weight.name}.scales", lambda: _rounded(columns[0] if single else columns, dtype, weight)
+            f"{weight.name}.scales", lambda: _rounded(columns[0] if single else columns, dtype, weight.name)
         )
         written = []
         if x_scale is not None:
-            step = self._constant(f"{weight.name}.x_scale", lambda: _rounded(x_scale[0], dtype, weight))
+            step = self._constant(f"{weight.name}.x_scale", lambda: _rounded(x_scale[0], dtype, weight.name))
             eighths = ir.node("QuantizeLinear", [x, step], {"output_dtype": ir.DataType.FLOAT8E4M3FN})
             back = ir.node("DequantizeLinear", [eighths.outputs[0], step])
             written, x = [eighths, back], back.outputs[0]
@@ -239,8 +239,7 @@ class _TensorRTMatrices(_Matrices):
         return [rounded, out, *self._as_float(node, out, _TORCH[x.dtype])]
 
     def _register_scales(self, name: str, scale: Tensor, dtype: torch.dtype) -> None:
-        scale = scale.to(dtype)
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale).contiguous()
+        scale = _rounded(torch.where(scale == 0, torch.ones_like(scale), scale), dtype, name).contiguous()
         self._register_tensor(name, ir.tensor(scale, name=name))
 
 
@@ -281,11 +280,11 @@ def _words(octets: Tensor) -> Tensor:
     return octets.reshape(-1).view(torch.int32).view(*octets.shape[:-1], -1)
 
 
-def _rounded(scale: Tensor, dtype: torch.dtype, weight: ir.Value) -> Tensor:
+def _rounded(scale: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
     """Round a scale to x's dtype. UnsupportedError if the error is too large, as for extreme scales in fp16."""
     rounded = scale.to(dtype)
     if ((rounded.float() - scale).abs() > scale * 2.0**-8).any():
-        raise UnsupportedError(f"{weight.name}: its fp8 scales do not fit {dtype}; use dtype bfloat16 or float32")
+        raise UnsupportedError(f"{name}: its scales do not fit {dtype}; use dtype bfloat16 or float32")
     return rounded
 
 
