@@ -16,7 +16,7 @@ from tests.e2e.tiny import Case, Run, assert_all_blocks_free, run_together, with
 from tests.tensorrt_stand_in import CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends.table import COMPILERS
-from trtspec.backends.tensorrt.profiles import MAX_BIASES
+from trtspec.backends.tensorrt.profiles import MAX_BANS, MAX_BIASES
 from trtspec.errors import RequestError
 
 models = tensorrt_engines.models
@@ -92,15 +92,16 @@ def test_logits_are_copied_only_for_those_who_ask(
     assert copied.count(row) >= 4
 
 
-def test_more_biases_than_a_plan_takes_are_refused(
-    engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_more_than_a_plan_takes_is_refused(engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The request alone is refused, before it is queued."""
     llm = LLM(engine("none"), **TIGHT)
     vocab_size = MAX_BIASES + 1
     monkeypatch.setattr(llm.engine, "model", replace(llm.engine.model, vocab_size=vocab_size))
     params = SamplingParams(logit_bias=dict.fromkeys(range(vocab_size), 1.0))
     with pytest.raises(RequestError, match=f"logit_bias names {vocab_size} tokens, and backend tensorrt takes 1024"):
+        llm.generate([[1, 2]], params, use_tqdm=False)
+    params = SamplingParams(stop_token_ids=list(range(100, 100 + MAX_BANS)), min_tokens=1)
+    with pytest.raises(RequestError, match=r"holds back 65 ids .* backend tensorrt takes 64; give fewer"):
         llm.generate([[1, 2]], params, use_tqdm=False)
     assert not llm.engine.has_work
 

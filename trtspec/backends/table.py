@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 
 from trtspec.backends.compiled import CompiledExecutable
-from trtspec.backends.tensorrt.profiles import MAX_BIASES
+from trtspec.backends.tensorrt.profiles import MAX_BANS, MAX_BIASES
 from trtspec.errors import DependencyError, UnsupportedError
 from trtspec.modes import SpeculativeDecodingMode
 
@@ -42,6 +42,7 @@ class Backend:
     cuts: bool = False  # a decoder of many layers is cut into graphs of a few layers, see aoti/cut.py
     constraints: bool = False  # a target's graphs take LogitConstraints and return logits
     most_biases: int | None = None  # largest size of a request's logit_bias; None: any
+    most_bans: int | None = None  # most ids that a request with min_tokens may have to end at; None: any
     torch_gpu: bool = False  # runs on a GPU through torch; executables are subclasses of cuda.executable.CudaExecutable
     # Modes with graphs of their own that tests have run on this backend; others are refused. None: all modes are taken,
     # as on eager.
@@ -179,6 +180,7 @@ BACKENDS = {
             only_attention_writes=True,
             constraints=True,
             most_biases=MAX_BIASES,
+            most_bans=MAX_BANS,
             verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR},
         ),
     )

@@ -152,6 +152,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
             constraints=loaded[0].takes_constraints,
             logprobs=spec_plan is None or not spec_plan.disable_logprobs,
             most_biases=context.backend.most_biases,
+            most_bans=context.backend.most_bans,
         ),
     )
 

@@ -83,8 +83,8 @@ class EngineCore:
         for token in params.logit_bias or ():
             if token >= self.model.vocab_size:
                 raise RequestError(f"logit_bias holds token {token}; the vocabulary has {self.model.vocab_size} ids")
-        self.limits.check(params, self.defaults)
         eos_ids = frozenset() if params.ignore_eos else self.eos_ids
+        self.limits.check(params, self.defaults, eos_ids | stop_ids)
         base_seed = sample_seed(self.seed, self._next_id + 1) if params.seed is None else params.seed
         guides: Sequence[Guide | None] = [None] * params.n
         if params.structured_outputs is not None:

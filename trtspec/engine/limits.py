@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,15 +19,20 @@ class LogitLimits:
 
     backend: its name. constraints: launches take LogitConstraints and return logits. logprobs: False if the engine's
     configuration rules out log-probabilities. most_biases: largest size of a request's logit_bias; None = any.
+    most_bans: most ids at which a request with min_tokens may end; None = any.
     """
 
     backend: str
     constraints: bool = True
     logprobs: bool = True
     most_biases: int | None = None
+    most_bans: int | None = None
 
-    def check(self, params: SamplingParams, defaults: Mapping[str, Any]) -> None:
-        """Raise RequestError if a request asks for more. defaults: those of generation_config.json."""
+    def check(self, params: SamplingParams, defaults: Mapping[str, Any], stop_ids: Collection[int] = ()) -> None:
+        """Raise RequestError if a request asks for more.
+
+        defaults: those of generation_config.json. stop_ids: all ids at which the request may end.
+        """
         if not self.constraints:
             self._refuse_constraints(params, defaults)
         if not self.logprobs and params.logprobs is not None:
@@ -40,6 +45,11 @@ class LogitLimits:
             raise RequestError(
                 f"logit_bias names {biases} tokens, and backend {self.backend} takes {self.most_biases}; name fewer, "
                 "or use structured_outputs to rule out many"
+            )
+        if self.most_bans is not None and params.min_tokens and len(stop_ids) > self.most_bans:
+            raise RequestError(
+                f"min_tokens = {params.min_tokens} holds back {len(stop_ids)} ids at which the text may end, and "
+                f"backend {self.backend} takes {self.most_bans}; give fewer stop_token_ids, or set ignore_eos"
             )
 
     def without(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
