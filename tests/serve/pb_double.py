@@ -73,6 +73,7 @@ class Sender:
         self.responses.put((response, flags))
 
     def is_cancelled(self) -> bool:
+        assert not self.closed, "the server has closed this sender"
         return self.cancelled
 
     def __iter__(self) -> Iterator[InferenceResponse]:

@@ -15,6 +15,7 @@ from tokenizers import processors
 
 from tests.e2e.tiny import EOS, PIECES
 from tests.serve.pb_double import Request
+from tests.serve.server import DEMO
 from tests.serve.triton_models import (
     LIMITS,
     PROMPT,
@@ -37,6 +38,8 @@ from trtspec.errors import RequestError
 from trtspec.outputs import SpeculationStats
 from trtspec.serve.triton.backend import LlmApiModel, Part
 from trtspec.serve.triton.classic import EngineModel, packed_words, unpacked_words
+from trtspec.serve.triton.fields import stop_fields
+from trtspec.text import Tokenizer
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)
@@ -82,6 +85,10 @@ def test_text_ends_before_a_stop_word(load: Callable[..., Any], offline: LLM, la
     expected = whole.outputs[0].text.split(stop)[0]
     responses = list(ask(model, text_input=PROMPT, **SENT[layout], **{STOP[layout]: [stop, "zz"]}).sender)
     assert text(responses) == expected != whole.outputs[0].text
+    assert (
+        text(list(ask(model, text_input=PROMPT, **SENT[layout], **{STOP[layout]: [""]}).sender))
+        == whole.outputs[0].text
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +124,7 @@ def test_a_special_token_is_a_stop_word(load: Callable[..., Any], special: tuple
     if layout == "llmapi":
         assert outputs(response)["stop_reason"].decode() == PIECES[token]
     mixed = ask(model, **asked, **{STOP[layout]: ["a" + PIECES[token]]})
-    assert "mixes a special token with others; give that one alone" in error(mixed)
+    assert "mixes a special token, or a part of a character, with others; give that one alone" in error(mixed)
 
 
 def test_a_special_token_stops_next_to_an_end_id(load: Callable[..., Any]) -> None:
@@ -268,6 +275,10 @@ def test_parameters_that_are_no_inputs_are_refused(load: Callable[..., Any]) -> 
     request = Request({"text_input": [PROMPT]}, parameters='{"max_tokens": 3}')
     model.execute([request])
     assert "max_tokens is no input of this model; inputs are text_input, streaming" in error(request)
+    headers = '{"x-request-id": "1", "Traceparent": "00-1"}'
+    request = Request({"text_input": [PROMPT]}, parameters=headers, outputs=["text_output"])
+    model.execute([request])  # headers that the server forwards
+    assert text(list(request.sender))
 
 
 def test_only_outputs_that_are_wanted_are_sent(load: Callable[..., Any]) -> None:
@@ -366,6 +377,17 @@ def test_stop_words_survive_their_packing(words: list[list[int]]) -> None:
     flat = packed_words(words)
     assert len(flat) % 2 == 0
     assert unpacked_words(flat) == words
+
+
+def test_a_token_that_is_a_part_of_a_character_is_a_stop_word() -> None:
+    tokenizer = Tokenizer.from_folder(DEMO / "target")
+    assert tokenizer is not None
+    ids = tokenizer.encode("\u2603")
+    assert len(ids) > 1
+    words = [(tokenizer.decode(some, False), some) for some in (ids, ids[:1], ids[:2])]
+    assert stop_fields(tokenizer, words[:2]) == {"stop": ["\u2603"], "stop_token_ids": ids[:1]}
+    with pytest.raises(RequestError, match="mixes a special token, or a part of a character"):
+        stop_fields(tokenizer, words[2:])
 
 
 def test_ends_of_words_out_of_order_are_refused() -> None:

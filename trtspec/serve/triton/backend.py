@@ -80,6 +80,7 @@ class Running:
     job: Job
     generation: Generation
     cancelled: bool = False
+    answered: bool = False  # the final response is sent; the server has closed the sender
 
 
 class EngineHost:
@@ -205,7 +206,8 @@ class EngineHost:
         outputs = {**self.outputs(running.job, part), **speculation_outputs(part.speculation)}
         batched = self.spec.max_batch_size > 0
         response = self.pb.InferenceResponse(make_tensors(self.pb, running.outputs, outputs, batched))
-        flags = 0 if part.finish_reason is None else self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        running.answered = part.finish_reason is not None
+        flags = self.pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if running.answered else 0
         running.sender.send(response, flags)
 
     async def _watch(self) -> None:
@@ -213,7 +215,7 @@ class EngineHost:
         while True:
             await asyncio.sleep(self.period)
             for running in list(self._running.values()):
-                if not running.cancelled and running.sender.is_cancelled():
+                if not (running.answered or running.cancelled) and running.sender.is_cancelled():
                     running.cancelled = True
                     running.generation.abort()
             self.metrics.update(self.llm, len(self._running))
@@ -372,4 +374,4 @@ class LlmApiModel(EngineHost):
         return outputs
 
     def _words(self, words: Sequence[str]) -> list[tuple[str, list[int]]]:
-        return [(word, self.tokenizer.encode(word, add_special_tokens=False)) for word in words]
+        return [(word, self.tokenizer.encode(word, add_special_tokens=False)) for word in words if word]

@@ -21,6 +21,9 @@ Values = Mapping[str, list[Any]]
 
 _DTYPES = {"BOOL": torch.bool, "INT32": torch.int32, "UINT64": torch.uint64, "FP32": torch.float32}
 
+HEADERS = ("authorization", "baggage", "traceparent", "tracestate")
+"""Headers without a hyphen that servers forward. No input of a model has a hyphen in its name."""
+
 
 def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
     """Inputs of a pb.InferenceRequest, by name.
@@ -28,9 +31,10 @@ def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any
     Raises RequestError naming the tensor: for a refused or unknown tensor, for text that is not UTF-8, and for a number
     of elements other than one where one is meant.
     """
-    # Triton's generate calls turn each field that is not an input of the model into a parameter.
+    # Triton's generate calls turn each field that is not an input of the model into a parameter. So does the server
+    # with HTTP headers and gRPC metadata, if it is told to forward them.
     for name in json.loads(request.parameters() or "{}"):
-        if not name.startswith("triton_"):
+        if not (name.startswith("triton_") or "-" in name or name.lower() in HEADERS):
             raise RequestError(f"{name} is no input of this model; inputs are {', '.join(spec.name for spec in specs)}")
     values = read_tensors(request.inputs(), specs)
     for spec in specs:
