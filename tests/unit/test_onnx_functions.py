@@ -46,6 +46,8 @@ from tests.unit.onnx_nodes import (  # noqa: E402
     seeds,
     session_of,
 )
+from trtspec.backends.onnx import attention as onnx_attention  # noqa: E402
+from trtspec.backends.onnx import functions  # noqa: E402
 from trtspec.backends.onnx.functions import with_bodies  # noqa: E402
 from trtspec.errors import UnsupportedError  # noqa: E402
 from trtspec.ops import accept, attention, compact, logits, sample  # noqa: E402
@@ -195,6 +197,23 @@ def test_a_rows_bits_are_its_own(heads: int, kv_heads: int, depth: int) -> None:
         for b, (width, end) in enumerate(zip(widths, ends, strict=True)):
             for back in range(min(width, 4)):
                 assert torch.equal(out[b][width - 1 - back], alone[b, end - back]), (widths, b, back)
+
+
+def test_what_is_gathered_at_once_is_bounded_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model(heads=4, kv_heads=2, head_dim=64, block_size=16)
+    batch = tree_batch(model.random_sequences(2, LONGEST, 3), [TreePart(0, 251, (-1, -1, 0, 0, 1)), Part(1, 40, 3)])
+    chains = generation([4, 4, 4, 1], [300, 40, 129, 64])
+    wanted = [*attention_of(batch), *run("SpecAttention", chains, **ATTRIBUTES)]
+    monkeypatch.setattr(onnx_attention, "MOST_IN_RUN", 1)
+    functions.function.cache_clear()
+    session_of.cache_clear()
+    try:
+        got = [*attention_of(batch), *run("SpecAttention", chains, **ATTRIBUTES)]
+    finally:
+        functions.function.cache_clear()
+        session_of.cache_clear()
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_the_cache_may_be_its_own_output() -> None:

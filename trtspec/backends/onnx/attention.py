@@ -29,6 +29,9 @@ TILE = 128
 LONGEST_IN_RUN = 32
 """Largest number of rows of a request that is computed together with others."""
 
+MOST_IN_RUN = 2**24
+"""Most elements of the keys that are gathered at once, but at least one part's. Values take as many."""
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -136,7 +139,10 @@ def spec_attention(absent: Collection[str] = ()) -> FunctionProto:
     )
 
     before, after = widths.slice(0, -1, axis=0), widths.slice(1, 2**62, axis=0)
+    gathered = key.dim(0) * new_k.inner_dim(2) * new_k.inner_dim(3)  # elements of a part's keys
+    most = body.Max(body.Div(MOST_IN_RUN, gathered), 1)  # parts of a run
     breaks = ~body.Equal(before, after) | (after > LONGEST_IN_RUN)
+    breaks = breaks | body.Equal((body.arange(after.dim(0)) + 1) % most, 0)
     first = _one(body.NonZero(body.Concat([1], breaks.int64(), axis=0)))  # [runs] first request of each
     first = body.Compress(first, first < widths.dim(0), axis=0)  # no runs if there are no rows
     stop = body.Concat(first.slice(1, 2**62, axis=0), widths.dim(0), axis=0)
