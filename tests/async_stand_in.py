@@ -69,11 +69,12 @@ class ThreadedExecutable:
                 assert all(map(torch.equal, copy, tensors_of(inputs))), "inputs were written to while in flight"
             except BaseException as error:
                 self.failures += 1
+                self.waiting -= 1
                 self.new_tokens, self.kept_lens = torch.zeros(0, self.max_draft_len + 1), torch.zeros(0)
                 launch.outputs.set_exception(error)
             else:
+                self.waiting -= 1  # before anybody learns of the result, and launches again
                 launch.outputs.set_result(outputs)
-            self.waiting -= 1
 
         self.queue.put(work)
         return launch
