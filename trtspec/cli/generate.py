@@ -30,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--temperature", type=float, help="0 = greedy")
     sampling.add_argument("--top-k", type=int, help="sample from the k likeliest tokens; 0 = from all")
     sampling.add_argument("--top-p", type=float, help="sample from the likeliest tokens with this probability together")
-    sampling.add_argument(
-        "--min-p", type=float, help="sample from tokens with this share of the largest probability"
-    )
+    sampling.add_argument("--min-p", type=float, help="sample from tokens with this share of the largest probability")
     sampling.add_argument("--seed", type=int, help="of the random numbers (default: the same in every run)")
     sampling.add_argument("--n", type=int, default=1, help="samples per prompt")
     sampling.add_argument("--stop", action="append", default=[], help="stop string; may be given more than once")
