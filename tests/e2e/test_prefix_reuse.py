@@ -232,6 +232,36 @@ def test_rows_of_a_request_that_still_runs_are_found(mode: str, target: Path, dr
         assert llm.get_metrics().prefix_hit_tokens == 27 // SIZE * SIZE
 
 
+@pytest.mark.parametrize("why", ["context", "request", "load"])
+def test_rows_without_draft_kv_are_found_and_read_by_the_draft_model_later(
+    why: str, target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The drafts that follow are those of an engine that computed all rows itself."""
+    wanted = reference(target, [PROMPT])
+    with make_llm("draft", target, draft) as llm:
+        (fresh,) = llm.engine.add_request(PROMPT.prompt, PROMPT.params)
+        while llm.engine.has_work:
+            llm.engine.step()
+    with make_llm("draft", target, draft) as llm:
+        proposer, params = llm.engine.loop.proposer, PROMPT.params
+        assert proposer.speculation is not None
+        with monkeypatch.context() as patch:
+            if why == "context":
+                patch.setattr(proposer, "speculation", dataclasses.replace(proposer.speculation, max_model_len=10))
+            elif why == "load":
+                patch.setattr(proposer, "draft_len", lambda scheduler: 0)
+            else:
+                params = dataclasses.replace(params, max_draft_len=0)
+            assert run_alone(llm.engine, [Case(PROMPT.prompt, params)]) == wanted
+        (request,) = llm.engine.add_request(PROMPT.prompt, PROMPT.params)
+        while llm.engine.has_work:
+            llm.engine.step()
+        assert llm.get_metrics().prefix_hit_tokens == 27 // SIZE * SIZE
+    assert [Outcome.of(request)] == wanted
+    assert request.stats == fresh.stats
+    assert request.stats.num_accepted_tokens > 0
+
+
 def test_an_aborted_request_leaves_its_rows_to_others(target: Path) -> None:
     with LLM(target, num_kv_blocks=64, block_size=SIZE) as llm:
         (request,) = llm.engine.add_request(PROMPT.prompt, PROMPT.params)

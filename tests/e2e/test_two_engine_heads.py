@@ -31,6 +31,7 @@ from tests.e2e.head_cases import (
 from tests.e2e.tiny import Case, Outcome, draw_cases
 from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import SamplingParams
+from trtspec.engine.propose import READ_ROWS
 from trtspec.sampling_params import sample_seed
 
 K = 3
@@ -106,6 +107,43 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
             assert first_wrong_draft(head, seen, expected.told) is None
             assert not seen.incomplete
         assert llm.engine.stats.prefix_hit_tokens == sum(4 * max(n - 1, 0) for n in range(0, 11, 2))
+
+
+@pytest.mark.parametrize("why", ["context", "request", "load"])
+def test_prefixes_are_shared_and_states_bounded_where_nobody_drafts(make: Make, why: str) -> None:
+    """The head reads on only if drafts may come back with the load. Then it reads many rows at once."""
+    params = SamplingParams(
+        temperature=0, max_tokens=150, ignore_eos=True, max_draft_len=0 if why == "request" else None
+    )
+    with make(
+        K, {"max_model_len": 20} if why == "context" else {}, max_batch_size=4, **{**ROOMY, "max_num_tokens": 16}
+    ) as llm:
+        proposer = llm.engine.loop.proposer
+        if why == "load":
+            proposer.draft_len = lambda scheduler: 0  # type: ignore[method-assign]
+        drafter, states = proposer.drafter, proposer.states
+        assert drafter is not None
+        assert states is not None
+        calls, propose = [], drafter.propose
+        drafter.propose = lambda asked: calls.append(len(asked)) or propose(asked)  # type: ignore[func-returns-value, method-assign]
+        kept = []
+        for _ in range(2):
+            llm.engine.add_request([1 + i * i % 14 for i in range(42)], params)
+            while llm.engine.has_work:
+                llm.engine.step()
+                kept.append(sum(len(part) for chunks in states._chunks.values() for _, part in chunks))
+        assert llm.engine.stats.prefix_hit_tokens == 36  # the last whole block is computed again
+        assert len(calls) == (3 + 2 + 1 + 2 if why == "load" else 0)  # chunks of a prompt, then every 64 rows
+        assert max(kept) <= (READ_ROWS if why == "load" else 0)
+
+
+def test_samples_share_a_prompt_that_is_not_published(make: Make) -> None:
+    with make(K, enable_prefix_caching=False, **ROOMY) as llm:
+        rows = []
+        schedule = llm.engine.loop.scheduler.schedule
+        llm.engine.loop.scheduler.schedule = lambda: rows.append(batch := schedule()) or batch  # type: ignore[func-returns-value, method-assign]
+        llm.generate([[1 + i * i % 14 for i in range(42)]], SamplingParams(n=3, max_tokens=4, seed=1), use_tqdm=False)
+        assert sum(row.num_rows for batch in rows for row in batch or () if row.is_context) == 42 + 2 * (42 - 40)
 
 
 def test_samples_of_one_prompt(target: Path, make: Make) -> None:

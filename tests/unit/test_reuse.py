@@ -29,9 +29,9 @@ def computed(sharing: PrefixReuse, tokens: Sequence[int], draft_len: int | None 
     return kv
 
 
-def found(sharing: PrefixReuse, tokens: Sequence[int]) -> SequenceKV:
+def found(sharing: PrefixReuse, tokens: Sequence[int], drafted: bool = True) -> SequenceKV:
     kv = SequenceKV()
-    sharing.find(kv, tokens)
+    sharing.find(kv, tokens, drafted)
     return kv
 
 
@@ -53,14 +53,15 @@ def test_shifted_draft_layers_cost_one_block(length: int) -> None:
 
 
 @pytest.mark.parametrize("committed", range(1, 4 * SIZE + 2))
-def test_provisional_rows_are_not_published(committed: int) -> None:
-    """The last two rows of a chunk, which will be computed again, are not published though all tokens are known."""
+def test_provisional_rows_do_not_count_as_drafted(committed: int) -> None:
+    """The last two rows of a chunk, which will be computed again, are not valid in draft KV though tokens are known."""
     sharing = PrefixReuse(BlockAllocator(40, SIZE), keeps_draft_kv=True, shifted=True, provisional=2)
     kv = SequenceKV()
     assert sharing.allocator.reserve(kv, len(TOKENS))
     kv.committed = kv.draft_kv_len = committed
     sharing.publish(kv, TOKENS)
     assert found(sharing, TOKENS).blocks == kv.blocks[: max(committed - 2, 0) // SIZE]
+    assert found(sharing, TOKENS, drafted=False).blocks == kv.blocks[: min(committed // SIZE, 8)]
 
 
 @pytest.mark.parametrize("shifted", [False, True])
@@ -118,10 +119,45 @@ def test_only_committed_rows_are_published(committed: int) -> None:
 
 
 @pytest.mark.parametrize("draft_len", range(3 * SIZE + 1))
-def test_only_rows_valid_in_draft_kv_are_published(draft_len: int) -> None:
+def test_who_wants_draft_kv_finds_only_rows_that_have_it(draft_len: int) -> None:
     sharing = make_reuse(keeps_draft_kv=True)
     computed(sharing, TOKENS, draft_len)
-    assert found(sharing, TOKENS).committed == draft_len // SIZE * SIZE
+    valid = draft_len // SIZE * SIZE
+    assert found(sharing, TOKENS).committed == valid
+    kv = found(sharing, TOKENS, drafted=False)
+    assert (kv.committed, kv.draft_kv_len) == (9 * SIZE, valid)
+
+
+def test_blocks_become_valid_in_draft_kv_later() -> None:
+    """Both in the sequence that published them, and in one that took them over."""
+    sharing = make_reuse(keeps_draft_kv=True)
+    kv = computed(sharing, TOKENS, draft_len=0)
+    kv.draft_kv_len = 2 * SIZE
+    sharing.publish(kv, TOKENS)
+    other = found(sharing, TOKENS, drafted=False)
+    assert (other.blocks, other.draft_kv_len) == (kv.blocks[:9], 2 * SIZE)
+    other.draft_kv_len = 5 * SIZE
+    sharing.publish(other, TOKENS)
+    assert found(sharing, TOKENS).blocks == kv.blocks[:5]
+
+
+@pytest.mark.parametrize("owned", [True, False])
+def test_a_block_with_draft_kv_takes_the_place_of_one_without(owned: bool) -> None:
+    sharing = make_reuse(keeps_draft_kv=True)
+    first = computed(sharing, TOKENS, draft_len=0)
+    if not owned:
+        sharing.allocator.release(first)
+    second = computed(sharing, TOKENS, draft_len=3 * SIZE)
+    live = [second, found(sharing, TOKENS)]
+    assert live[1].blocks == second.blocks[:3]
+    sharing.allocator.check([*live, first])
+    third = computed(sharing, TOKENS, draft_len=3 * SIZE)  # a duplicate
+    assert not set(found(sharing, TOKENS).blocks) & set(third.blocks)
+    sharing.allocator.release(second)
+    sharing.allocator.release(live[1])
+    evicting = SequenceKV()
+    assert sharing.allocator.reserve(evicting, sharing.allocator.num_free * SIZE)
+    assert sharing.allocator.num_drafted(second.blocks) == 0
 
 
 def test_without_draft_kv_its_length_does_not_matter() -> None:

@@ -27,8 +27,8 @@ STOP = 2
 MOTIFS = [[3] * 60, [3, 4] * 30, [3] * 20 + [5] * 40]  # prompts begin like one of them, so many begin alike
 
 # Draft KV that a mode keeps: none (n-gram), that of a draft model, or that of layers that read the token after their
-# own.
-NONE, DRAFT_MODEL, SHIFTED = MODES = ("none", "draft model", "shifted")
+# own. Those run inside the target's launch or after it. A head after it cannot compute rows that were taken over.
+NONE, DRAFT_MODEL, SHIFTED, HEAD = MODES = ("none", "draft model", "shifted", "head")
 
 Rows = dict[tuple[int, int], int]
 """(block, offset) -> the tokens that the row was computed from: a hash of them all, or a random number for junk."""
@@ -49,8 +49,11 @@ class World:
     def __init__(self, mode: str, block_size: int, num_blocks: int, batch: int, K: int, rng: random.Random) -> None:
         self.mode, self.K, self.rng = mode, K, rng
         self.allocator = BlockAllocator(num_blocks, block_size)
-        reuse = PrefixReuse(self.allocator, keeps_draft_kv=mode != NONE, shifted=mode == SHIFTED)
-        self.scheduler = Scheduler(self.allocator, batch, batch * (K + 1) + rng.choice((0, 7)), K, reuse)
+        self.shifted = mode in (SHIFTED, HEAD)
+        reuse = PrefixReuse(self.allocator, keeps_draft_kv=mode != NONE, shifted=self.shifted)
+        room = batch * (K + 1) + rng.choice((0, 7))
+        self.scheduler = Scheduler(self.allocator, batch, room, K, reuse, forks_draft_kv=mode == HEAD)
+        self.scheduler.wants_draft_kv = lambda request: mode == SHIFTED or (mode == HEAD and request.speculates)
         self.target: Rows = {}
         self.draft: Rows = {}
         self.requests: list[Request] = []
@@ -77,6 +80,7 @@ class World:
                 stop_token_ids=frozenset(),
                 include_stop=False,
                 text=None,
+                speculates=self.mode != HEAD or self.rng.random() < 0.5,
                 reuses_prefix=reuses_prefix,
             )
             for i in range(num_samples)
@@ -100,6 +104,8 @@ class World:
         if self.mode != SHIFTED:
             for request in emitted:
                 self._propose(request)
+        for request in emitted:
+            self.scheduler.release_siblings(request)
 
     def abort(self, request: Request) -> None:
         request.abort()
@@ -145,7 +151,7 @@ class World:
         else:
             request.drafts = []
         request.append(tokens)
-        if count and row.is_context:
+        if count and row.is_context and self.mode != HEAD:
             self.scheduler.release_siblings(request)
         if request.finished:
             self.scheduler.remove(request)
@@ -154,10 +160,16 @@ class World:
     def _propose(self, request: Request) -> None:
         """Propose random drafts as a drafter would: draft KV of all tokens, then of every draft but the last."""
         length = len(request.tokens)
+        if self.mode == HEAD and (not request.speculates or self.rng.random() < 0.3):
+            return
         request.drafts = [self.rng.randrange(3, 6) for _ in range(self.rng.randint(0, self._room(request, length)))]
         if self.mode == DRAFT_MODEL and request.drafts:
             start, request.kv.draft_kv_len = request.kv.draft_kv_len, length + len(request.drafts) - 1
             self._write_draft(request.kv, request.tokens + request.drafts, start, request.kv.draft_kv_len)
+        elif self.mode == HEAD:
+            start, request.kv.draft_kv_len = request.kv.draft_kv_len, length - 1
+            self._write_draft(request.kv, request.tokens, start, length - 1)
+            self._write_junk(request.kv, len(request.drafts) - 1)
 
     def _room(self, request: Request, length: int) -> int:
         """Number of drafts that fit after `length` tokens, as in Proposer."""
@@ -168,7 +180,7 @@ class World:
 
     def _write_draft(self, kv: SequenceKV, tokens: Sequence[int], start: int, end: int) -> None:
         """Write draft KV of rows start..end-1. Computing them reads all rows before them."""
-        hashes = prefixes(tokens)[self.mode == SHIFTED :]
+        hashes = prefixes(tokens)[self.shifted :]
         self._write(self.draft, kv, hashes, start, end)
         self._assert_reads(self.draft, kv, hashes, end)
 
@@ -203,7 +215,7 @@ class World:
             kv, hashes = request.kv, prefixes(request.tokens)
             self._assert_reads(self.target, kv, hashes, kv.committed)
             if self.mode != NONE:
-                self._assert_reads(self.draft, kv, hashes[self.mode == SHIFTED :], min(kv.draft_kv_len, kv.committed))
+                self._assert_reads(self.draft, kv, hashes[self.shifted :], min(kv.draft_kv_len, kv.committed))
 
 
 WORLDS = {"block_size": (1, 2, 3, 4), "num_blocks": (6, 12, 25, 60), "batch": (1, 3, 6), "K": (0, 1, 3)}

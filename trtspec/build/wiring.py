@@ -132,6 +132,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         target.vocab_size,
         collector,
     )
+    scheduler.wants_draft_kv = loop.proposer.wants_draft_kv
     loop.proposer.learner = drafter if isinstance(drafter, LearningDrafter) else None
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")

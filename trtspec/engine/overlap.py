@@ -102,6 +102,7 @@ class OverlapLoop(IsolatedLoop):
         emissions = self.deliver(step.batch, outputs)
         waiting = [e.request for e in emissions if e.tokens and not e.finished and not e.request.pending]
         self.proposer.propose(waiting, self.scheduler)
+        self.release_samples(emissions)
         return emissions
 
     def abandon(self, failed: InFlightStep) -> None:

@@ -23,6 +23,9 @@ from trtspec.protocols import Drafter, DraftRequest, LearningDrafter
 
 logger = logging.getLogger(__name__)
 
+READ_ROWS = 64
+"""Number of rows of a request that has no drafts at present whose states wait until draft layers read them."""
+
 
 class Proposer:
     """A source of drafts for the next step, made by the launch or by the drafter. Without either: plain decoding."""
@@ -117,16 +120,13 @@ class Proposer:
         depths = [self._depth_limit(request, scheduler) for request in requests]
         lengths = allowed = [self._draft_len(*one, scheduler) for one in zip(requests, depths, strict=True)]
         if self.drafter is not None:
-            if self.states is not None:
-                for request in requests:
-                    if not request.speculates:
-                        self.states.forget(request)
             if self.chooser is not None and self.chooser.looks_up:
                 asks = [self.chooser.asks(request.request_id, len(scheduler.running)) for request in requests]
                 lengths = [length if one else 0 for length, one in zip(lengths, asks, strict=True)]
             elif self.chooser is not None:
                 lengths = [min(length, self.chooser.made) for length in lengths]
             self._ask([one for one in zip(requests, lengths, depths, strict=True) if one[1] > 0])
+            self.read_in([one for one, length in zip(requests, lengths, strict=True) if length <= 0], READ_ROWS)
         elif self.drafts_inside:
             for request, length, depth in zip(requests, lengths, depths, strict=True):
                 if self.shapes_trees:
@@ -146,10 +146,36 @@ class Proposer:
             for request, length in zip(drafting, self.chooser.verify(drafts, len(scheduler.running)), strict=True):
                 request.drafts = request.drafts[:length]
 
-    def read_in(self, requests: Sequence[Request]) -> None:
-        """Compute draft KV for prompts whose prefill goes on in the next step. Their states need not be kept then."""
-        if self.states is not None:
-            self._ask([(request, 0, 0) for request in requests])
+    def read_in(self, requests: Sequence[Request], least: int = 1) -> None:
+        """Compute draft KV of requests that make no drafts now, so that their states need not be kept.
+
+        least: least number of rows for which it is worth a call, except after a prompt. States that cannot be read any
+        more are forgotten.
+        """
+        if self.states is None:
+            return
+        behind = []
+        for request in requests:
+            if not self.may_draft(request) or self.states.begins_after(request, request.kv.draft_kv_len):
+                self.states.forget(request)
+                continue
+            rows = min(request.kv.committed, len(request.tokens) - 1) - request.kv.draft_kv_len
+            if rows >= (1 if request.num_output <= 1 else least):
+                behind.append(request)
+        self._ask([(request, 0, 0) for request in behind])
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether the request may have drafts in this step or a later one."""
+        assert self.speculation is not None
+        fits = len(request.tokens) < self.speculation.max_model_len
+        return request.speculates and request.max_draft_len > 0 and fits
+
+    def wants_draft_kv(self, request: Request) -> bool:
+        """Whether the request may take over only rows with draft KV.
+
+        A draft model computes it later, from the tokens. Other draft layers cannot, without states of these rows.
+        """
+        return self.drafts_inside or (self.states is not None and self.may_draft(request))
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""
@@ -303,11 +329,9 @@ class Proposer:
         False: its speculation has ended, or states are gone until a new prefill.
         """
         assert self.states is not None
-        if not request.speculates:
+        if not request.speculates or self._unread(request) is None:
+            self.num_stale += int(request.speculates)
             self.states.forget(request)
-            return False
-        if self._unread(request) is None:
-            self.num_stale += 1
             return False
         return True
 

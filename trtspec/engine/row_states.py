@@ -52,6 +52,11 @@ class RowStates:
         states = torch.cat([part.to(parts[-1].device) for part in parts]) if parts else None
         return states if states is not None and len(states) == end - start else None
 
+    def begins_after(self, request: Request, row: int) -> bool:
+        """Whether states of the request are kept, but none of this row."""
+        chunks = self._chunks.get(request.request_id)
+        return chunks is not None and len(chunks) > 0 and chunks[0][0] > row
+
     def drop(self, request: Request, before: int) -> None:
         """Drop the chunks that have no row from `before` on, apart from rows that were rejected."""
         chunks = self._chunks.get(request.request_id, [])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from trtspec.engine.request import Request
@@ -64,6 +64,8 @@ class Scheduler:
         self.forks_draft_kv = forks_draft_kv
         self.provisional = provisional
         self.branch_rows = branch_rows
+        # Whether a request may take over only rows with draft KV, because it cannot be computed for them later.
+        self.wants_draft_kv: Callable[[Request], bool] = lambda request: True
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # oldest first
         self.siblings: dict[int, list[Request]] = {}  # leader's id -> samples that wait for its prefill
@@ -222,7 +224,7 @@ class Scheduler:
         """
         reuse = self.reuse if request.reuses_prefix and not request.kv.blocks else None
         if reuse is not None:
-            reuse.find(request.kv, request.tokens)
+            reuse.find(request.kv, request.tokens, self.wants_draft_kv(request))
         rows = min(request.num_uncomputed, room)
         if not self._reserve(request, rows):
             if reuse is not None:

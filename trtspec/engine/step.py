@@ -110,6 +110,13 @@ class StepLoop:
         self.observe(emissions)
         self.proposer.propose([e.request for e in emissions if e.tokens and not e.finished], self.scheduler)
         self.proposer.read_in([e.request for e in emissions if not e.tokens and not e.finished])
+        self.release_samples(emissions)
+
+    def release_samples(self, emissions: Sequence[Emission]) -> None:
+        """Let further samples of prompts run whose prefill is complete. Call this once the prompts have draft KV."""
+        for one in emissions:
+            if one.is_context and one.tokens:
+                self.scheduler.release_siblings(one.request)
 
     def observe(self, emissions: Sequence[Emission]) -> None:
         """Tell the chooser of draft lengths, if there is one, what a step accepted of the requests that go on."""
@@ -210,9 +217,7 @@ class StepLoop:
         if request.logprobs is not None:
             shown = likely[: len(taken)]
             request.logprobs.entries += shown
-        if num_tokens and is_context:
-            self.scheduler.release_siblings(request)
-        elif num_tokens:
+        if num_tokens and not is_context:
             request.stats.observe(num_tokens, draft_len, depth=depth_of(parents))
         if finished:
             self.remove(request)

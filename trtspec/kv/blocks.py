@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -16,6 +16,7 @@ class SequenceKV:
     committed: int = 0  # leading tokens whose target KV is valid
     draft_kv_len: int = 0  # leading tokens whose draft KV is valid
     published: int = 0  # leading blocks that were published for reuse, or taken over
+    drafted: int = 0  # those of them that were published as valid in draft KV too
     keys: list[bytes] = field(default_factory=list, compare=False, repr=False)  # one for each full block, see kv.reuse
 
 
@@ -34,6 +35,7 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._published: dict[bytes, int] = {}  # key -> block
         self._keys: dict[int, bytes] = {}  # block -> key, the same pairs
+        self._drafted: set[int] = set()  # published blocks that are valid in draft KV too
         self._evictable: dict[int, None] = {}  # published blocks without an owner, least recently used first
         self._pinned: dict[int, list[list[int]]] = {}  # debug: blocks of each sequence in every step in flight
 
@@ -76,26 +78,42 @@ class BlockAllocator:
             committed=rows,
             draft_kv_len=min(rows, parent.draft_kv_len),
             published=min(shared, parent.published),
+            drafted=min(shared, parent.drafted),
             keys=parent.keys[:shared],
         )
 
-    def publish(self, block: int, key: bytes) -> None:
-        """Publish an owned block under its key. If another block has the key already, this one remains private."""
-        if key not in self._published and block not in self._keys:
-            self._published[key] = block
-            self._keys[block] = key
+    def publish(self, block: int, key: bytes, drafted: bool = False) -> None:
+        """Publish an owned block under its key. If another block has the key already, this one remains private.
 
-    def take_published(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of the leading keys that are published, each with one more reference."""
+        drafted: it is valid in draft KV too. Then it takes the place of a block that is not.
+        """
+        held = self._published.get(key)
+        if block not in self._keys and (held is None or (drafted and held not in self._drafted)):
+            if held is not None:
+                self._withdraw(held)
+            self._published[key] = held = block
+            self._keys[block] = key
+        if drafted and held == block:
+            self._drafted.add(block)
+
+    def take_published(self, keys: Iterable[bytes], drafted: bool = False) -> list[int]:
+        """The blocks of the leading keys that are published, each with one more reference.
+
+        drafted: only blocks that are valid in draft KV too.
+        """
         blocks = []
         for key in keys:
             block = self._published.get(key)
-            if block is None:
+            if block is None or (drafted and block not in self._drafted):
                 break
             self._evictable.pop(block, None)
             self._references[block] += 1
             blocks.append(block)
         return blocks
+
+    def num_drafted(self, blocks: Sequence[int]) -> int:
+        """Number of leading blocks that are published as valid in draft KV too."""
+        return next((i for i, block in enumerate(blocks) if block not in self._drafted), len(blocks))
 
     def release(self, kv: SequenceKV) -> None:
         """Release every block. Published ones can be found until they are evicted. Keys stay, as tokens do."""
@@ -109,7 +127,7 @@ class BlockAllocator:
                 else:
                     self._free.append(block)
         kv.blocks = []
-        kv.committed = kv.draft_kv_len = kv.published = 0
+        kv.committed = kv.draft_kv_len = kv.published = kv.drafted = 0
 
     def pin(self, kv: SequenceKV) -> None:
         """Record that a step in flight includes the sequence with its present blocks. No effect without `debug`."""
@@ -152,9 +170,18 @@ class BlockAllocator:
             raise AssertionError("KV block 0 is scratch, yet it is owned or free")
         if self._keys != {block: key for key, block in self._published.items()}:
             raise AssertionError("published KV blocks and their keys do not agree")
+        if not self._drafted <= set(self._keys):
+            raise AssertionError("KV blocks that are not published count as valid in draft KV")
 
     def _evict(self) -> int:
         """Stop publishing the least recently used block without an owner, and return it."""
-        block = next(iter(self._evictable))
-        del self._evictable[block], self._published[self._keys.pop(block)]
-        return block
+        self._withdraw(next(iter(self._evictable)))
+        return self._free.pop()
+
+    def _withdraw(self, block: int) -> None:
+        """Stop publishing a block. It is free if it has no owner."""
+        del self._published[self._keys.pop(block)]
+        self._drafted.discard(block)
+        if block in self._evictable:
+            del self._evictable[block]
+            self._free.append(block)

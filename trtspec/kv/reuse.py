@@ -25,13 +25,14 @@ def extend_keys(keys: list[bytes], tokens: Sequence[int], block_size: int) -> No
 class PrefixReuse:
     """The rule of reuse: which blocks of a sequence may be published, and which published blocks a sequence may take.
 
-    keeps_draft_kv: the mode has draft KV under the same block ids.
+    keeps_draft_kv: the mode has draft KV under the same block ids. Blocks are published when their rows are committed.
+    Whether they are valid in draft KV too is part of what is published.
     shifted: that draft KV depends on later tokens (at position p on token p+1). Then a block is published under the key
     of the block *after* it. So only a sequence that shares the next block too finds it. A rule that only
     takes one block fewer would be wrong, since the blocks found may come from several sequences that went on
     differently.
-    provisional: number of last rows that wait for later tokens and are computed again with them. They are not
-    published.
+    provisional: number of last rows that wait for later tokens and are computed again with them. They do not count as
+    valid in draft KV.
     """
 
     allocator: BlockAllocator
@@ -40,28 +41,31 @@ class PrefixReuse:
     provisional: int = 0
 
     def publish(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
-        """Publish the blocks filled since the last call. Their rows are committed, and valid in draft KV if it is kept.
+        """Publish the blocks filled since the last call, and those that became valid in draft KV since then.
 
         There may be fewer tokens than committed rows. Rows after a stop were computed, but are not part of the
         request.
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)
-        valid = min(kv.committed, kv.draft_kv_len) - self.provisional if self.keeps_draft_kv else kv.committed
-        end = min(valid // block_size, len(kv.keys) - self.shifted)
-        for i in range(kv.published, end):
+        most = len(kv.keys) - self.shifted
+        valid = min(kv.committed, kv.draft_kv_len) - self.provisional if self.keeps_draft_kv else 0
+        drafted, end = (min(rows // block_size, most) for rows in (valid, kv.committed))
+        for i in range(kv.drafted, drafted):
+            self.allocator.publish(kv.blocks[i], kv.keys[i + self.shifted], drafted=True)
+        for i in range(max(kv.published, drafted), end):
             self.allocator.publish(kv.blocks[i], kv.keys[i + self.shifted])
-        kv.published = max(kv.published, end)
+        kv.published, kv.drafted = max(kv.published, end), max(kv.drafted, drafted)
 
-    def find(self, kv: SequenceKV, tokens: Sequence[int]) -> None:
+    def find(self, kv: SequenceKV, tokens: Sequence[int], drafted: bool = True) -> None:
         """Give a sequence without blocks the published blocks that its tokens begin with.
 
         These are at most (len(tokens) - 1) // block_size, and one fewer if shifted. So one row is always computed, from
-        which the next token is drawn.
+        which the next token is drawn. drafted: only blocks that are valid in draft KV too, if it is kept.
         """
         block_size = self.allocator.block_size
         extend_keys(kv.keys, tokens, block_size)
-        kv.blocks = self.allocator.take_published(kv.keys[self.shifted : (len(tokens) - 1) // block_size])
-        kv.published = len(kv.blocks)
-        kv.committed = kv.published * block_size
-        kv.draft_kv_len = kv.committed if self.keeps_draft_kv else 0
+        keys = kv.keys[self.shifted : (len(tokens) - 1) // block_size]
+        kv.blocks = self.allocator.take_published(keys, drafted and self.keeps_draft_kv)
+        kv.published, kv.drafted = len(kv.blocks), self.allocator.num_drafted(kv.blocks)
+        kv.committed, kv.draft_kv_len = kv.published * block_size, kv.drafted * block_size
