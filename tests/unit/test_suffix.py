@@ -7,11 +7,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from unittest import mock
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.drafting import drafts_of, question
+from trtspec.methods.suffix import drafter as suffix
 from trtspec.methods.suffix.drafter import ABSORBED_PER_CALL, ABSORBED_PER_REQUEST, TOKENS_PER_RESPONSE, SuffixDrafter
 from trtspec.methods.suffix.tree import SuffixTree
 
@@ -30,11 +34,16 @@ class Counted:
         )
         self.vocab = sorted({token for text in texts for token in text})
 
+    def after(self, match: Sequence[int]) -> Counter[tuple[int, ...]]:
+        """Return the counts of the strings that begin with a match."""
+        return self.counts
+
     def follow(self, match: Sequence[int], budget: int, min_prob: float) -> Scored:
         """Return (sum of probabilities, drafts) after a match that occurs."""
-        total, score, drafts = self.counts[tuple(match)], Fraction(0), list[int]()
+        seen = self.after(match)
+        total, score, drafts = seen[tuple(match)], Fraction(0), list[int]()
         for _ in range(min(budget, self.depth - len(match))):
-            counts = {token: self.counts[(*match, *drafts, token)] for token in self.vocab}
+            counts = {token: seen[(*match, *drafts, token)] for token in self.vocab}
             token = max(self.vocab, key=lambda token: counts[token])  # the first, so the lowest, of equals
             if counts[token] == 0 or counts[token] / total < min_prob:
                 break
@@ -54,10 +63,23 @@ class Counted:
         return best
 
 
+class CountedLatest(Counted):
+    """A request's own text: of each match, the latest `most` occurrences count, and the one at the end."""
+
+    def __init__(self, text: Sequence[int], depth: int, most: int) -> None:
+        super().__init__([text], depth)
+        self.text, self.most = text, most
+
+    def after(self, match: Sequence[int]) -> Counter[tuple[int, ...]]:
+        n = len(match)
+        starts = [i for i in range(len(self.text) - n + 1) if self.text[i : i + n] == match][-self.most - 1 :]
+        return Counter(tuple(self.text[i:end]) for i in starts for end in range(i + n, len(self.text) + 1))
+
+
 def brute_force(
     past: Sequence[Sequence[int]], tokens: Sequence[int], K: int, depth: int, factor: float, min_prob: float
 ) -> list[int]:
-    own = Counted([tokens], depth).best(tokens, K, factor, min_prob)
+    own = CountedLatest(tokens, depth, suffix.MOST_OCCURRENCES).best(tokens, K, factor, min_prob)
     shared = Counted(past, depth).best(tokens, K, factor, min_prob)
     return own[1] if own[0] >= shared[0] else shared[1]
 
@@ -81,6 +103,7 @@ FACTOR = st.sampled_from([0.0, 0.4, 1.0, 1.5, 3.0])
 MIN_PROB = st.sampled_from([0.0, 0.1, 1 / 3, 0.5, 0.6, 1.0])
 MOST = st.integers(1, 4)
 MOST_TOKENS = st.integers(10, 60)
+OCCURRENCES = st.sampled_from([1, 2, 5, 256])
 
 
 # -- the tree ----------------------------------------------------------------------------------------------------------
@@ -197,7 +220,7 @@ def histories(draw: st.DrawFn) -> list[tuple[str, int, list[int]]]:
     return events
 
 
-@given(histories(), DEPTH, MOST, MOST_TOKENS, FACTOR, MIN_PROB, st.integers(1, 9))
+@given(histories(), DEPTH, MOST, MOST_TOKENS, FACTOR, MIN_PROB, st.integers(1, 9), OCCURRENCES)
 def test_drafts_equal_brute_force(
     events: list[tuple[str, int, list[int]]],
     depth: int,
@@ -206,11 +229,25 @@ def test_drafts_equal_brute_force(
     factor: float,
     min_prob: float,
     K: int,
+    occurrences: int,
 ) -> None:
     """Drafts are those of brute force for requests that run together, in one call.
 
     Ended requests are found by the others.
     """
+    with mock.patch.object(suffix, "MOST_OCCURRENCES", occurrences):
+        check_drafts(events, depth, most, most_tokens, factor, min_prob, K)
+
+
+def check_drafts(
+    events: list[tuple[str, int, list[int]]],
+    depth: int,
+    most: int,
+    most_tokens: int,
+    factor: float,
+    min_prob: float,
+    K: int,
+) -> None:
     shared = SuffixDrafter(depth, SuffixTree(depth, most, most_tokens), factor, min_prob)
     lonely = SuffixDrafter(depth, None, factor, min_prob)
     running: dict[int, tuple[int, list[int]]] = {}  # id -> (prompt length, tokens)
@@ -233,6 +270,33 @@ def test_drafts_equal_brute_force(
         for drafter, past in ((shared, kept(ended, most, most_tokens)), (lonely, [])):
             expected = [brute_force(past, one.tokens, one.max_draft_len, depth, factor, min_prob) for one in asked]
             assert drafts_of(drafter.propose(asked)) == expected
+
+
+class Read(np.ndarray):  # type: ignore[type-arg]
+    """An array that counts the elements that are read from it."""
+
+    count = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        found = self.view(np.ndarray)[key]
+        Read.count += np.size(found)
+        return found
+
+
+@pytest.mark.parametrize("period", [1, 2, 7])
+def test_repetitive_text_costs_a_pass_over_its_tokens(period: int) -> None:
+    read = []
+    for length in (7000, 14000):
+        text = np.pad(np.arange(length) % period, 24, constant_values=-1)
+        Read.count = 0
+        guess, match_len = suffix.choose(
+            suffix.OwnText(text.view(Read), 24, 0.1), suffix.match_lengths(24, 8, 1.0), suffix.Guess()
+        )
+        assert guess.tokens == [(length + i) % period for i in range(8)]
+        assert match_len == 16
+        assert guess.total <= suffix.MOST_OCCURRENCES + 1
+        read.append(Read.count)
+    assert read[1] - read[0] <= 2 * 7000
 
 
 def drafter(depth: int = 24, responses: int = 10, factor: float = 1.0, min_prob: float = 0.1) -> SuffixDrafter:

@@ -7,6 +7,7 @@ import math
 import random
 from array import array
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 
 from tests.unit.drafting import GREEDY, question
 from tests.unit.test_draft_trees import trees
-from tests.unit.test_suffix import MIN_PROB, TEXT, Counted, consume
+from tests.unit.test_suffix import MIN_PROB, OCCURRENCES, TEXT, Counted, CountedLatest, consume
 from trtspec.config.tree import DraftTree, DynamicTree, node_depths
 from trtspec.core import AttnMetadata, Proposal, SamplingTensors, SpecMetadata
 from trtspec.methods.history import TokenTree
 from trtspec.methods.ngram.drafter import MATCHES_PER_DRAFT, NGramDrafter
+from trtspec.methods.suffix import drafter as suffix
 from trtspec.methods.suffix.drafter import OwnText, PastResponses, grow
 from trtspec.methods.suffix.tree import SuffixTree
 from trtspec.methods.tree import DynamicTables, TreeTables
@@ -245,13 +247,14 @@ def best_first(
     first: int,
 ) -> list[tuple[int, int]]:
     """The nodes after a match, by their definition: every one that may be drafted, the best `most` of them."""
-    total, every = counted.counts[tuple(match)], list[tuple[float, int, tuple[int, ...]]]()
+    seen = counted.after(match)
+    total, every = seen[tuple(match)], list[tuple[float, int, tuple[int, ...]]]()
 
     def visit(path: tuple[int, ...], score: float) -> None:
         if len(path) == depth or len(match) + len(path) == counted.depth:
             return
         for token in counted.vocab:
-            count = counted.counts[(*match, *path, token)]
+            count = seen[(*match, *path, token)]
             if count and count / total >= min_prob:
                 own = math.log(count / total)
                 if not sampling.greedy:
@@ -274,10 +277,17 @@ def best_first(
 @settings(deadline=None)
 @given(
     st.lists(TEXT, min_size=1, max_size=5), TEXT, st.integers(1, 4), st.integers(1, 9), MIN_PROB, st.booleans(),
-    st.integers(0, 2**63 - 1),
+    st.integers(0, 2**63 - 1), OCCURRENCES,
 )  # fmt: skip
 def test_suffix_trees_have_the_likeliest_tokens(
-    responses: list[list[int]], tokens: list[int], depth: int, most: int, min_prob: float, greedy: bool, seed: int
+    responses: list[list[int]],
+    tokens: list[int],
+    depth: int,
+    most: int,
+    min_prob: float,
+    greedy: bool,
+    seed: int,
+    occurrences: int,
 ) -> None:
     """Those that most often follow, with the target's noise where the request is sampled, in both sources."""
     sampling = dataclasses.replace(GREEDY, greedy=greedy, seed=seed)
@@ -287,19 +297,21 @@ def test_suffix_trees_have_the_likeliest_tokens(
     for response in responses:
         consume(shared.absorb(response))
     text = torch.tensor([*[-1] * longest, *tokens, *[-1] * longest]).numpy()
-    sources = (
-        (PastResponses(shared, array("i", tokens[-longest:]), min_prob), Counted(responses, longest)),
-        (OwnText(text, longest, min_prob), Counted([tokens], len(tokens) + depth)),  # strings of any length
-    )
-    for source, counted in sources:
-        for match_len in range(1, min(len(tokens), longest - 1) + 1):
-            if source.guess(match_len, 1) is None:
-                break
-            tree = TokenTree(most)
-            grow(tree, source.matches(match_len), depth, min_prob, asked)
-            match = tokens[-match_len:]
-            found = list(zip(tree.tokens, tree.parents, strict=True))
-            assert found == best_first(counted, match, depth, most, min_prob, sampling, len(tokens))
+    with mock.patch.object(suffix, "MOST_OCCURRENCES", occurrences):
+        sources = (
+            (PastResponses(shared, array("i", tokens[-longest:]), min_prob), Counted(responses, longest)),
+            # its strings may be of any length
+            (OwnText(text, longest, min_prob), CountedLatest(tokens, len(tokens) + depth, occurrences)),
+        )
+        for source, counted in sources:
+            for match_len in range(1, min(len(tokens), longest - 1) + 1):
+                if source.guess(match_len, 1) is None:
+                    break
+                tree = TokenTree(most)
+                grow(tree, source.matches(match_len), depth, min_prob, asked)
+                match = tokens[-match_len:]
+                found = list(zip(tree.tokens, tree.parents, strict=True))
+                assert found == best_first(counted, match, depth, most, min_prob, sampling, len(tokens))
 
 
 def test_noise_on_the_host_is_that_of_the_op() -> None:

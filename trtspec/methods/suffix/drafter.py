@@ -8,7 +8,9 @@ that ended before (tree.py). In each source, a guess is made for match lengths m
 tokens occur there. A guess has up to min(K, int(m * max_spec_factor + 1e-6)) drafts. Each draft is the token that most
 often follows, the lowest id of equals. Its probability is the share of the match's occurrences after which all drafts
 up to it follow. A guess ends before the first draft with a probability below min_token_prob. A match and its drafts are
-at most max_tree_depth tokens. A match at the very end of a text is an occurrence that nothing follows.
+at most max_tree_depth tokens. A match at the very end of a text is an occurrence that nothing follows. Of the
+others in the request's own text only the latest MOST_OCCURRENCES count, as repetitive text would take too long. (In
+Arctic Inference all count.)
 
 A tree has the tokens that follow the best match of each source; `grow` has their order.
 
@@ -50,6 +52,8 @@ from trtspec.protocols import DraftRequest
 
 TOKENS_PER_RESPONSE = 1024
 """Average tokens per response: max_cached_requests times as many tokens are kept. A longer one displaces others."""
+MOST_OCCURRENCES = 256
+"""Number of a match's occurrences that count in a request's own text: the latest ones, without that at its end."""
 ABSORBED_PER_CALL = 256
 ABSORBED_PER_REQUEST = 8
 MOST_ABSORBED_PER_REQUEST = 128
@@ -252,7 +256,7 @@ class OwnText:
     """A MatchSource that searches the tokens of one request.
 
     The tokens are not kept in a tree. The search takes a pass over them with each call, but a long prompt costs no time
-    to build a tree.
+    to build a tree. Longer matches are searched from the latest place back, until no earlier one can count.
     """
 
     def __init__(self, text: NDArray[np.int64], depth: int, min_prob: float) -> None:
@@ -261,11 +265,19 @@ class OwnText:
         last = len(text) - depth - 1
         # Positions where the last token occurs [N], and where the last two do [M]: most of the N need no closer look.
         self.ends = depth + np.flatnonzero(text[depth:last] == text[last])
-        self.near = self.ends[text[self.ends - 1] == text[last - 1]]
-        back = np.arange(depth - 1)
-        same = text[self.near[:, None] - back] == text[last - back]  # [M, depth - 1]
-        # No match runs past the beginning: there it meets -1, and the last tokens, which begin later, have a token.
-        self.lengths = np.logical_and.accumulate(same, axis=1).sum(axis=1)  # [M], length of the match that ends there
+        near = self.ends[text[self.ends - 1] == text[last - 1]]
+        back, lengths, full = np.arange(depth), list[NDArray[np.int64]](), 0
+        for stop in range(len(near), 0, -4 * MOST_OCCURRENCES):
+            same = text[near[max(stop - 4 * MOST_OCCURRENCES, 0) : stop, None] - back] == text[last - back]
+            same[:, -1] = False  # a match of `depth` tokens leaves no room for drafts
+            # No match runs past the beginning: there it meets -1, and the last tokens, which begin later, have a token.
+            lengths.insert(0, same.argmin(axis=1))
+            full += int(np.count_nonzero(lengths[0] == depth - 1))
+            if full >= MOST_OCCURRENCES:
+                break
+        self.lengths = np.concatenate([*lengths, np.zeros(0, np.int64)])  # [M], length of the match that ends there
+        self.near = near[len(near) - len(self.lengths) :]
+        self._guesses: dict[tuple[bytes, int], Guess] = {}  # (occurrences, budget) -> what follows them
 
     def longest(self, below: int) -> int:
         """Greatest length of a match. The end of the text itself does not count, because nothing follows it."""
@@ -273,9 +285,15 @@ class OwnText:
 
     def guess(self, match_len: int, budget: int) -> Guess | None:
         """Return what follows the last `match_len` tokens in the text, at most `budget` tokens; None if no match."""
-        ends = self.ends if match_len == 1 else self.near[self.lengths >= match_len]
+        ends = self._ends(match_len)
         if not len(ends):
             return None
+        key = ends.tobytes(), budget  # in repetitive text, matches of many lengths end at the same places
+        if key not in self._guesses:
+            self._guesses[key] = self._following(ends, budget)
+        return self._guesses[key]
+
+    def _following(self, ends: NDArray[np.int64], budget: int) -> Guess:
         total, drafts, score = len(ends) + 1, list[int](), 0  # total: includes the end of the text
         rows = self.text[ends[:, None] + np.arange(1, budget + 1)].tolist()  # tokens after each of them
         while len(drafts) < budget:
@@ -296,7 +314,12 @@ class OwnText:
 
     def matches(self, match_len: int) -> Matches:
         """Return the occurrences of the last `match_len` tokens in the text."""
-        return _InText(self.text, self.ends if match_len == 1 else self.near[self.lengths >= match_len], 1)
+        return _InText(self.text, self._ends(match_len), 1)
+
+    def _ends(self, match_len: int) -> NDArray[np.int64]:
+        """Last indices of the occurrences that count."""
+        ends = self.ends if match_len == 1 else self.near[self.lengths >= match_len]
+        return ends[-MOST_OCCURRENCES:]
 
 
 class _InText:
