@@ -148,6 +148,21 @@ def test_requests_limit_the_depth(mode: str, depth: int, models: Path) -> None:
     assert (stats.num_draft_tokens > stats.num_drafts) == (depth > 0), "and several guesses at a depth"
 
 
+@pytest.mark.parametrize("settings", [{}, {"backend": "cuda", "debug": True}], ids=["eager", "cuda"])
+def test_a_schedule_limits_the_depth(settings: dict[str, Any], models: Path, work: HostQueue) -> None:
+    """Trees of two requests have one depth less than those of one, and almost as many nodes."""
+    wishes = {**speculation("eagle3", models), "draft_len_schedule": {1: DEPTH, 4: DEPTH - 1}}
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    with LLM(models / "target", wishes, **SIZES, **settings) as llm:
+        for count, depth, nodes in ((2, DEPTH - 1, NODES - 1), (1, DEPTH, NODES)):
+            for _ in range(count):
+                llm.engine.add_request([3, 4, 5], params)
+            trees = []
+            while llm.engine.has_work:
+                trees += [(one.draft_depth, one.draft_len) for one in llm.engine.step()]
+            assert max(trees) == (depth, nodes)
+
+
 # --- a user's drafter -------------------------------------------------------------------------------------------------
 
 

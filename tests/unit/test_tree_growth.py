@@ -54,12 +54,21 @@ def test_tables_of_given_parents_are_those_of_the_shape(shapes: list[DraftTree])
 
 def test_limits_of_a_tree() -> None:
     tree = DynamicTree(depth=3, num_nodes=12, top_k=3)
-    assert [tree.within(depth) for depth in range(4)] == [0, 3, 12, 12]
+    assert [tree.within(depth) for depth in range(5)] == [0, 3, 11, 12, 12]
     assert [tree.depth_of(count) for count in (0, 1, 3, 4, 12)] == [0, 1, 1, 2, 3]
     assert tree.draft_rows == 6
     on_host = DynamicTree(depth=3, num_nodes=12)
     assert [on_host.within(depth) for depth in range(4)] == [0, 12, 12, 12]
     assert on_host.draft_rows == 0
+
+
+@given(st.integers(1, 8), st.integers(1, 5), st.data())
+def test_each_depth_of_a_models_tree_has_its_number_of_nodes(depth: int, top_k: int, data: st.DataObject) -> None:
+    """So a schedule's depth is known from the number of nodes."""
+    num_nodes = data.draw(st.integers(depth, top_k + (depth - 1) * top_k**2))
+    tree = DynamicTree(depth, num_nodes, top_k)
+    assert [tree.depth_of(tree.within(d)) for d in range(depth + 1)] == list(range(depth + 1))
+    assert tree.within(depth) == num_nodes
 
 
 # --- trees that a model grows -----------------------------------------------------------------------------------------

@@ -121,16 +121,19 @@ class DynamicTree:
         return own
 
     def within(self, depth: int) -> int:
-        """Largest number of nodes of a tree of this depth."""
+        """Largest number of nodes of a tree of this depth.
+
+        A model's tree leaves one node for each further depth. So each depth has a number of its own, and graphs of that
+        many nodes make passes for that depth only.
+        """
         if depth <= 0:
             return 0
-        most = self.top_k + (depth - 1) * self.top_k**2 if self.top_k else self.num_nodes
-        return min(self.num_nodes, most)
+        if not self.top_k:
+            return self.num_nodes
+        return min(self.top_k + (depth - 1) * self.top_k**2, self.num_nodes - max(self.depth - depth, 0))
 
     def depth_of(self, num_nodes: int) -> int:
-        """Depth of the trees that a step makes if it is to make `num_nodes` nodes."""
-        if num_nodes >= self.num_nodes:
-            return self.depth
+        """Depth of the trees that a step makes if it is to make `num_nodes` nodes, at most N."""
         return next(depth for depth in range(self.depth + 1) if self.within(depth) >= num_nodes)
 
 
