@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import models
 
 from trtspec.config.tree import DraftTree, chain, parse_tree
-from trtspec.core import SamplingTensors
+from trtspec.core import AttnMetadata, SamplingTensors
 from trtspec.methods.draw import draw_children, draw_drafts, process
-from trtspec.methods.tree import accept_path
+from trtspec.methods.tree import TreeTables, accept_path
+from trtspec.methods.tree_drafts import Level
 from trtspec.ops import spec_accept
 from trtspec.ops.sample import noise_of
 from trtspec.sampling_params import RequestSampling, SamplingParams
@@ -163,6 +164,26 @@ def test_children_have_ids_of_the_target() -> None:
     target_ids, draft_ids = torch.tensor([1, 4, 6]), torch.tensor([-1, 0, -1, -1, 1, -1, 2, -1])
     rows = sampling(SamplingParams(temperature=0.0))
     assert draw_children(torch.tensor([[1.0, 3.0, 2.0]]), rows, target_ids, draft_ids, 3)[0].tolist() == [[4, 6, 1]]
+
+
+# --- passes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", range(1, 8))
+def test_the_first_nodes_take_the_passes_of_their_depth(count: int) -> None:
+    tables, passes = TreeTables.of(SEVEN), list[int]()
+
+    def run(step: int, level: Level) -> torch.Tensor:
+        passes.append(step)
+        return level.tokens[:, None]
+
+    def children(step: int, hidden: torch.Tensor, _: SamplingTensors, most: int) -> tuple[torch.Tensor, None]:
+        return 10 * hidden + 1 + torch.arange(most), None  # the digits of an id are the ranks on its path
+
+    attn = AttnMetadata.of([1], [9], [[1]])
+    drafts, *_ = tables.draft(torch.zeros(1, 1).long(), attn, sampling(SamplingParams()), run, children, count)
+    assert drafts.tolist() == [[1, 2, 11, 12, 21, 111, 213][:count]]
+    assert passes == list(range(1, SEVEN.depths[count - 1]))
 
 
 # --- grammar ----------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ class StaticTables(TreeTables):
         children: Children,
         count: int,
     ) -> Drafts:
-        inner = [None if depth == 0 else self.inner(depth) for depth in range(self.tree.depth)]
+        inner = [None if depth == 0 else self.inner(depth) for depth in range(self.depth_within(count))]
         return draft_tree(self.tree, inner, hidden, attn, sampling, run, children)[:, :count], None, None
 
 

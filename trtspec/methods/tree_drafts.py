@@ -45,16 +45,18 @@ def draft_tree(
     run: Pass | None,
     children: Children,
 ) -> Tensor:
-    """Return the drafts of a tree for each request, [B, N] int64. Nodes write their KV rows in the order of the tree.
+    """Return the drafts of a tree for each request, down to a depth d, [B, n] int64.
 
-    inner: for each depth from 1, the paths [n, K] int32 of its nodes that have children, in places among all such
-    nodes. Other arguments: see methods.tree.TreeTables.draft.
+    Nodes write their KV rows in the order of the tree.
+
+    inner: for each depth less than d, the paths [n, K] int32 of its nodes that have children, in places among all such
+    nodes; None for depth 0. Other arguments: see methods.tree.TreeTables.draft.
     """
     B, device = attn.batch_size, attn.kv_lens.device
     drafts: dict[int, Tensor] = {}  # node -> [B]
     outputs = {-1: hidden}  # node -> [B, H]
     ends = 0
-    for depth in range(1, tree.depth + 1):
+    for depth in range(1, len(inner) + 1):
         nodes = [node for node, one in enumerate(tree.depths) if one == depth]
         parents = sorted({tree.parents[node] for node in nodes})
         if run is None:
@@ -86,7 +88,7 @@ def draft_tree(
             parent = 0 if run is None else parents.index(tree.parents[node])
             drafts[node] = found[:, parent, tree.paths[node][-1]]
         sampling = sampling.advance()
-    return torch.stack([drafts[node] for node in range(len(tree.paths))], 1)
+    return torch.stack([drafts[node] for node in range(len(drafts))], 1)
 
 
 def grow_tree(
