@@ -136,11 +136,18 @@ def test_constraints_follow_the_branches(mode: str, models: Path) -> None:
         assert (ours.logprobs and ours.logprobs.entries) == (theirs.logprobs and theirs.logprobs.entries)
 
 
-@pytest.mark.parametrize("mode", ["eagle3", "eagle3 in two", "ngram"])
+ON_GPU: dict[str, Any] = {"backend": "cuda", "debug": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "settings"), [("eagle3", {}), ("eagle3", ON_GPU), ("eagle3 in two", {}), ("ngram", {})]
+)
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_requests_limit_the_depth(mode: str, depth: int, models: Path) -> None:
+def test_requests_limit_the_depth(
+    mode: str, settings: dict[str, Any], depth: int, models: Path, work: HostQueue
+) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, max_draft_len=depth)
-    with LLM(models / "target", speculation(mode, models), **SIZES) as llm:
+    with LLM(models / "target", speculation(mode, models), **SIZES, **settings) as llm:
         [output] = llm.generate([[3, 4, 5, 3, 4, 5]], params)
         stats = llm.engine.stats.speculation
     assert len(output.outputs[0].token_ids) == 40
@@ -148,7 +155,7 @@ def test_requests_limit_the_depth(mode: str, depth: int, models: Path) -> None:
     assert (stats.num_draft_tokens > stats.num_drafts) == (depth > 0), "and several guesses at a depth"
 
 
-@pytest.mark.parametrize("settings", [{}, {"backend": "cuda", "debug": True}], ids=["eager", "cuda"])
+@pytest.mark.parametrize("settings", [{}, ON_GPU])
 def test_a_schedule_limits_the_depth(settings: dict[str, Any], models: Path, work: HostQueue) -> None:
     """Trees of two requests have one depth less than those of one, and almost as many nodes."""
     wishes = {**speculation("eagle3", models), "draft_len_schedule": {1: DEPTH, 4: DEPTH - 1}}

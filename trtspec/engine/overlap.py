@@ -6,7 +6,8 @@ lengths. When the outputs of a step arrive, the next step is already in flight a
 finished. Their tokens are discarded, and their blocks are freed when that step completes.
 
 The host waits for the step in flight when it needs the outputs first. That is so if KV blocks run short, if a launch
-fails, or if a request's logit constraints depend on the previous tokens.
+fails, or if a request's logit constraints depend on the previous tokens. It is also so if a tree may be deeper than its
+request allows.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class OverlapLoop(IsolatedLoop):
         """
         previous, self.in_flight = self.in_flight, None
         batch = self.scheduler.schedule()
-        if batch and not any(row.request.needs_host for row in batch):
+        if batch and not any(row.request.needs_host for row in batch) and not self.has_too_deep_trees(batch, previous):
             try:
                 self.in_flight = self.launch_ahead(batch, previous)
             except DeviceError:
@@ -80,6 +81,14 @@ class OverlapLoop(IsolatedLoop):
         launched = InFlightStep(batch, inputs.spec, self.target.launch(inputs, carry))
         self.scheduler.mark_in_flight(batch, [self.usable_drafts(row, wanted) for row in batch])
         return launched
+
+    def has_too_deep_trees(self, batch: Batch, last: InFlightStep | None) -> bool:
+        """Whether the host has to cut trees of `last`, as a request of the batch wants a smaller depth."""
+        if last is None:
+            return False
+        made = max(last.spec.runtime_draft_len, last.spec.next_draft_len)  # a graph makes as many as it verifies
+        deepest = self.proposer.depth_of_trees(made)
+        return any(row.draft_len > 0 and row.request.max_draft_len < deepest for row in batch)
 
     def usable_drafts(self, row: Scheduled, made: int) -> int:
         """Number of the `made` drafts that the next step may verify for this request.

@@ -232,6 +232,11 @@ class Proposer:
         """Number of drafts that are at most `depth` tokens ahead."""
         return 0 if self.speculation is None else self.speculation.num_drafts_within(depth)
 
+    def depth_of_trees(self, num_nodes: int) -> int:
+        """Largest depth of the dynamic trees of so many nodes that a launch makes; 0 for other drafts."""
+        tree = None if self.speculation is None else self.speculation.dynamic_tree
+        return 0 if tree is None else tree.depth_of(num_nodes)
+
     def _in_context(self, length: int, K: int, scheduler: Scheduler) -> int:
         """Number of drafts after `length` tokens that fit the drafter's context.
 
