@@ -339,7 +339,15 @@ CONFUSED: dict[str, tuple[Wrong, type[TrtSpecError], tuple[str, ...]]] = {
     "K that fills more rows than a step has": (
         lambda f: (f.target, {"method": "ngram", "num_speculative_tokens": 100}),
         ConfigError,
-        ("max_num_tokens = 2048 cannot hold 101 rows", "raise it to 3232 or lower max_batch_size"),
+        (
+            "max_num_tokens = 2048 cannot hold 101 rows",
+            "raise it to 3232 or lower max_batch_size or num_speculative_tokens (now 100)",
+        ),
+    ),
+    "a tree that fills more rows than a step has": (
+        lambda f: (f.target, {"method": "ngram", **K2, "max_total_draft_tokens": 100}),
+        ConfigError,
+        ("raise it to 3232 or lower max_batch_size or max_total_draft_tokens (now 100)",),
     ),
 }
 

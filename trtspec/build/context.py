@@ -226,4 +226,12 @@ def _check(context: BuildContext) -> None:
         raise ConfigError(
             f"max_num_tokens = {config.max_num_tokens} cannot hold {K + 1} rows for each of max_batch_size = "
             f"{config.max_batch_size} requests; raise it to {config.max_batch_size * (K + 1)} or lower max_batch_size"
+            f"{'' if K == 0 else f' or {_counted(context.speculation.tree)} (now {K})'}"
         )
+
+
+def _counted(tree: Tree | None) -> str:
+    """What sets the number of drafts that a step verifies of a request."""
+    if tree is None:
+        return "num_speculative_tokens"
+    return "max_total_draft_tokens" if tree.is_dynamic else "the nodes of speculative_token_tree"
