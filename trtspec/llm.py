@@ -40,8 +40,8 @@ class LLM:
     speculation and limits. A checkpoint is compiled at its first start and kept in a cache, unless backend says
     otherwise. TRTSPEC_CACHE is the folder of the cache, or off.
     speculative_config: None, a dict, a SpeculativeConfig or a TensorRT-LLM-style config.
-    tokenizer: a folder with one, or a Tokenizer; None = the model's own. Without a tokenizer, prompts are token ids and
-    outputs have no text.
+    tokenizer: a folder with one, a tokenizer.json, or a Tokenizer; None = the model's own. Without a tokenizer, prompts
+    are token ids and outputs have no text.
     All other arguments are the fields of EngineConfig (dtype, device, max_batch_size, max_num_tokens, max_seq_len,
     kv_cache_memory, num_kv_blocks, seed, ...).
 
@@ -71,7 +71,7 @@ class LLM:
         config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
         speculative = read_speculative_config(speculative_config)
         if not isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer.from_folder(folder if tokenizer is None else tokenizer)
+            tokenizer = Tokenizer.from_folder(folder) if tokenizer is None else Tokenizer.named(tokenizer)
         self.tokenizer = tokenizer
         with _spinner(progress) as report:
             # Loading runs in a thread that ends: torch's worker threads of it must not stay next to the engine's.

@@ -36,8 +36,9 @@ def test_without_a_tokenizer_ids_work(mute: LLM, greedy_ids: list[int]) -> None:
     assert (output.text, output.token_ids) == ("", greedy_ids)
 
 
-def test_a_tokenizer_may_come_from_another_folder(mute: LLM, target: Path) -> None:
-    with LLM(mute.engine.model.path, tokenizer=target) as llm:
+@pytest.mark.parametrize("name", ["", "tokenizer.json"])
+def test_a_tokenizer_may_come_from_another_folder(mute: LLM, target: Path, name: str) -> None:
+    with LLM(mute.engine.model.path, tokenizer=target / name) as llm:
         assert llm.generate("abc", GREEDY)[0].prompt_token_ids == [1, 2, 3]
 
 
@@ -226,6 +227,11 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
     "unknown dtype": ({"dtype": "int3"}, ConfigError, ("dtype = 'int3'", "use one of", "bfloat16")),
     "unknown device": ({"device": "tpu"}, ConfigError, ("device = 'tpu'", "use one of", "cpu")),
     "unknown backend": ({"backend": "magic"}, UnsupportedError, ("backend = 'magic'", "eager")),
+    "tokenizer that does not exist": (
+        {"tokenizer": "no/such/folder"},
+        CheckpointError,
+        ("'no/such/folder' has no tokenizer.json", "name a folder or file"),
+    ),
     "batch of 0": ({"max_batch_size": 0}, ConfigError, ("max_batch_size = 0", ">= 1")),
     "forced below 0": ({"force_num_accepted_tokens": -1}, ConfigError, ("force_num_accepted_tokens = -1", ">= 0")),
 }

@@ -308,8 +308,13 @@ def test_told_to_stop_while_it_loads_it_stops(model: Path, tmp_path: Path) -> No
     assert "the engine is ready" not in (tmp_path / "log").read_text()
 
 
-def test_it_does_not_start_what_it_cannot_serve(tmp_path: Path) -> None:
+def test_it_does_not_start_what_it_cannot_serve(model: Path, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"trtspec: .*config\.json"), running(tmp_path, tmp_path / "log"):
+        pass
+    with (
+        pytest.raises(AssertionError, match=r"trtspec: tokenizer '.*' has no tokenizer\.json"),
+        running(model, tmp_path / "log", options=("--tokenizer", str(tmp_path))),
+    ):
         pass
 
 

@@ -39,7 +39,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add model, speculation and limits, as every command that runs an engine takes them."""
     add_model(parser, "--model", "checkpoint or engine folder, GGUF file or name on the Hub")
     parser.add_argument("--revision", help="branch, tag or commit of a model on the Hub")
-    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not the model's own")
+    parser.add_argument("--tokenizer", help="folder or tokenizer.json, if not the model's own")
     speculation = parser.add_argument_group("speculation")
     speculation.add_argument("--spec-method", help="ngram, draft_model, ... (default: by --spec-model)")
     speculation.add_argument("--spec-model", help="of the draft: checkpoint folder, GGUF file or name on the Hub")

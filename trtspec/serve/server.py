@@ -66,9 +66,10 @@ async def _serve(
     starting = asyncio.create_task(client.start())  # in parallel with the lines below: both take a second
     try:
         await asyncio.sleep(0)
-        tokenizer = Tokenizer.from_folder(
-            options.get("tokenizer") or checkpoint_folder(settings.model, revision=options.get("revision"))
-        )
+        if (named := options.get("tokenizer")) is not None:
+            tokenizer: Tokenizer | None = Tokenizer.named(named)
+        else:
+            tokenizer = Tokenizer.from_folder(checkpoint_folder(settings.model, revision=options.get("revision")))
         service = Service(settings, client, tokenizer)
         client.on_restart = service.metrics.restarts.inc
         stalled_clients = StalledClients(guarded(service, tracing), settings.client_timeout)

@@ -58,12 +58,13 @@ class Tokenizer:
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer | None:
         """Tokenizer of a checkpoint folder; None if there is no tokenizer.json (token ids only).
 
-        Raises CheckpointError naming the file that is damaged.
+        The path may also be that of a tokenizer.json. Raises CheckpointError naming the file that is damaged.
         """
-        folder = checkpoint_folder(path)
-        file = folder / "tokenizer.json"
+        found = checkpoint_folder(path)
+        file = found if found.is_file() else found / "tokenizer.json"
         if not file.is_file():
             return None
+        folder = file.parent
         import tokenizers
 
         try:
@@ -75,6 +76,14 @@ class Tokenizer:
         named = {**_read_object(folder / "special_tokens_map.json"), **config}
         special = {key: text for key, value in named.items() if key.endswith("_token") and (text := _token_text(value))}
         return cls(backend, special, _chat_templates(folder, config), str(folder))
+
+    @classmethod
+    def named(cls, path: str | os.PathLike[str]) -> Tokenizer:
+        """Tokenizer that the user asks for by its path. CheckpointError if there is none."""
+        tokenizer = cls.from_folder(path)
+        if tokenizer is None:
+            raise CheckpointError(f"tokenizer {str(path)!r} has no tokenizer.json; name a folder or file that has")
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
