@@ -167,7 +167,7 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
         (AutoDecodingConfig(), {"method": "auto"}),
         (
             Eagle3DecodingConfig(
-                max_draft_len=3, speculative_model="/e", eagle3_layers_to_capture=[1, 2, -1], dynamic_tree_max_topK=1
+                max_draft_len=3, speculative_model="/e", eagle3_layers_to_capture=[2, -1, 1, 2], dynamic_tree_max_topK=1
             ),
             {
                 "method": "eagle3",
@@ -183,14 +183,14 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
         ),
         (
             SaveHiddenStatesDecodingConfig(
-                output_directory="/o", write_interval=3, file_prefix="x", eagle3_layers_to_capture=[0, -1]
+                output_directory="/o", write_interval=3, file_prefix="x", eagle3_layers_to_capture={-1, 7, 0}
             ),
             {
                 "method": "extract_hidden_states",
                 "output_directory": "/o",
                 "write_interval": 3,
                 "file_prefix": "x",
-                "capture_layers": (0, -1),
+                "capture_layers": (0, 7, -1),
             },
         ),
         (MTPDecodingConfig(), {"method": "mtp", "one_engine": True}),

@@ -19,7 +19,20 @@ from trtspec.modes import METHODS
 
 ADVANCED_SAMPLING_MODES = ("full", "no_topk", "no_topp", "no_topk_no_topp", "universal")
 
+
+def _tuple_of_set(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (set, frozenset)) else list_to_tuple(value)
+
+
+def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(set(layers), key=lambda layer: (layer < 0, layer)))
+
+
 Layers = Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)]
+# a set in TensorRT-LLM, which captures in ascending order; -1, after the final norm, is the last
+LayerSet = Annotated[
+    tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(_tuple_of_set), AfterValidator(_ascending)
+]
 Choices = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(list_to_tuple)]
 
 
@@ -120,7 +133,7 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
     }
 
     eagle3_one_model: bool = True
-    eagle3_layers_to_capture: Layers | None = None
+    eagle3_layers_to_capture: LayerSet | None = None
     eagle3_model_arch: str = "llama3"
     eagle_choices: Choices | None = None
     greedy_sampling: bool = True
@@ -265,7 +278,7 @@ class SaveHiddenStatesDecodingConfig(DecodingBaseConfig):
     output_directory: str
     write_interval: int = Field(default=20, ge=1, description="requests per file")
     file_prefix: str = "data"
-    eagle3_layers_to_capture: Layers | None = None
+    eagle3_layers_to_capture: LayerSet | None = None
 
     def _own_fields(self) -> dict[str, Any]:
         return {
