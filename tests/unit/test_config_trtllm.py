@@ -355,44 +355,18 @@ def test_mode(config: DecodingBaseConfig, n_predict: int | None, mode: M, k: int
 @pytest.mark.parametrize("cls", OWN)
 def test_from_dict(cls: type[DecodingBaseConfig]) -> None:
     fields = {**REQUIRED.get(cls, {}), "max_draft_len": 3}
-    for kind in (cls.decoding_type, cls.decoding_type.upper()):
+    for kind in (cls.decoding_type, cls.decoding_type.upper(), cls.decoding_type.replace("_", "")):
         assert decoding_config_from_dict({"decoding_type": kind, **fields}) == cls(**fields)
 
 
-@pytest.mark.parametrize("total", [3, 9])
-def test_dynamic_tree_sizes_that_fit(total: int) -> None:
-    Eagle3DecodingConfig(use_dynamic_tree=True, dynamic_tree_max_topK=3, max_draft_len=3, max_total_draft_tokens=total)
+def test_eagle_means_eagle3(caplog: pytest.LogCaptureFixture) -> None:
+    """A type's older name, which TensorRT-LLM reads so too."""
+    assert decoding_config_from_dict({"decoding_type": "Eagle", "max_draft_len": 3}) == Eagle3DecodingConfig(
+        max_draft_len=3
+    )
+    assert "decoding_type='Eagle' means Eagle3" in caplog.text
 
 
 def test_from_dict_refuses_an_unknown_type() -> None:
     with pytest.raises(ConfigError, match=r"decoding_type='Lookahead' is unknown; use one of Eagle3, MTP"):
         read_speculative_config({"decoding_type": "Lookahead"})
-
-
-def test_a_dynamic_tree() -> None:
-    eagle = {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 3, "speculative_model": "/e"}
-    config = Eagle3DecodingConfig(**eagle).to_speculative_config()
-    assert (config.max_total_draft_tokens, config.dynamic_tree_max_topK, config.num_speculative_tokens) == (6, 2, 3)
-    assert Eagle3DecodingConfig(**eagle, max_total_draft_tokens=4).to_speculative_config().max_total_draft_tokens == 4
-
-
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"dynamic_tree_max_topK": 4, "max_draft_len": 3}, "dynamic_tree_max_topK=4 without use_dynamic_tree"),
-        ({"use_dynamic_tree": True, "max_draft_len": 3}, "dynamic_tree_max_topK=None, .*; set the first two"),
-        (
-            {"use_dynamic_tree": True, "dynamic_tree_max_topK": 2, "max_draft_len": 1, "eagle_choices": [[0]]},
-            "and not the last",
-        ),
-    ],
-)
-def test_a_dynamic_tree_that_is_half_described(fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Eagle3DecodingConfig(**fields).to_speculative_config()
-
-
-def test_a_number_of_nodes_alone_is_no_tree() -> None:
-    config = DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=7, speculative_model="/d")
-    with pytest.raises(ConfigError, match="max_total_draft_tokens=7 with max_draft_len=3 is a tree; give its paths"):
-        config.to_speculative_config()

@@ -6,34 +6,21 @@ is dropped.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of, refuse_unbuilt
+from trtspec.config.base import JsonKey, StrictConfig, one_of, refuse_unbuilt
 from trtspec.config.speculative import SpeculativeConfig
-from trtspec.config.tree import chain
 from trtspec.errors import ConfigError, UnsupportedError
+from trtspec.interop.decoding_fields import Choices, Layers, LayerSet, tree_fields
 from trtspec.modes import METHODS
 
+logger = logging.getLogger(__name__)
+
 ADVANCED_SAMPLING_MODES = ("full", "no_topk", "no_topp", "no_topk_no_topp", "universal")
-
-
-def _tuple_of_set(value: Any) -> Any:
-    return tuple(value) if isinstance(value, (set, frozenset)) else list_to_tuple(value)
-
-
-def _ascending(layers: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(set(layers), key=lambda layer: (layer < 0, layer)))
-
-
-Layers = Annotated[tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(list_to_tuple)]
-# a set in TensorRT-LLM, which captures in ascending order; -1, after the final norm, is the last
-LayerSet = Annotated[
-    tuple[Annotated[int, Field(ge=-1)], ...], BeforeValidator(_tuple_of_set), AfterValidator(_ascending)
-]
-Choices = Annotated[tuple[tuple[int, ...], ...], BeforeValidator(list_to_tuple)]
 
 
 class DecodingBaseConfig(StrictConfig):
@@ -104,21 +91,6 @@ class DecodingBaseConfig(StrictConfig):
         return {}
 
 
-def _tree(name: str, choices: Choices | None, max_draft_len: int | None) -> dict[str, Any]:
-    """Fields of SpeculativeConfig for a list of paths. A chain is only a number of drafts.
-
-    Raises ConfigError if max_draft_len is not the depth.
-    """
-    if choices is None:
-        return {}
-    depth = max(map(len, choices), default=0)
-    if max_draft_len not in (None, depth):
-        raise ConfigError(f"{name}={choices} and max_draft_len={max_draft_len} differ; set one of them")
-    if tuple(sorted(choices, key=len)) == chain(len(choices)):
-        return {"num_speculative_tokens": depth}
-    return {"num_speculative_tokens": depth, "speculative_token_tree": str([tuple(path) for path in choices])}
-
-
 class Eagle3DecodingConfig(DecodingBaseConfig):
     """EAGLE3, one-engine unless eagle3_one_model is False. Layer ids mean "after layer i", as in all of trtspec."""
 
@@ -163,7 +135,7 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
                     f"dynamic_tree_max_topK={self.dynamic_tree_max_topK} without use_dynamic_tree; set that to True, "
                     "or leave both unset for a chain"
                 )
-            return own | _tree("eagle_choices", self.eagle_choices, self.max_draft_len)
+            return own | tree_fields("eagle_choices", self.eagle_choices, self.max_draft_len)
         if self.dynamic_tree_max_topK is None or self.max_draft_len is None or self.eagle_choices is not None:
             raise ConfigError(
                 f"use_dynamic_tree=True with dynamic_tree_max_topK={self.dynamic_tree_max_topK}, max_draft_len="
@@ -303,7 +275,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
     num_medusa_heads: int | None = Field(default=None, ge=1)
 
     def _own_fields(self) -> dict[str, Any]:
-        heads, tree = self.num_medusa_heads, _tree("medusa_choices", self.medusa_choices, self.max_draft_len)
+        heads, tree = self.num_medusa_heads, tree_fields("medusa_choices", self.medusa_choices, self.max_draft_len)
         k = tree.get("num_speculative_tokens", self.max_draft_len)
         if heads is not None and k is not None and k > heads:
             raise ConfigError(f"{k} drafts exceed num_medusa_heads={heads}, each of which drafts one token; lower K")
@@ -380,14 +352,22 @@ DECODING_CONFIGS: tuple[type[DecodingBaseConfig], ...] = (
 )
 
 
+def _plain_name(kind: str) -> str:
+    return kind.replace("_", "").lower()
+
+
 def decoding_config_from_dict(fields: Mapping[str, Any]) -> DecodingBaseConfig:
     """{"decoding_type": "NGram", ...} -> NGramDecodingConfig(...). Raises ConfigError.
 
-    The type's name may be in any case.
+    The type's name may be in any case, and with or without "_". "Eagle" means Eagle3, with a warning.
     """
     kind = fields.get("decoding_type")
+    name = _plain_name(str(kind))
+    if name == "eagle":
+        logger.warning("decoding_type=%r means Eagle3, as in TensorRT-LLM; for an EAGLE head use method='eagle'", kind)
+        name = "eagle3"
     for cls in DECODING_CONFIGS:
-        if str(kind).lower() == cls.decoding_type.lower():
+        if name == _plain_name(cls.decoding_type):
             return cls(**{name: value for name, value in fields.items() if name != "decoding_type"})
     known = ", ".join(cls.decoding_type for cls in DECODING_CONFIGS)
     raise ConfigError(f"decoding_type={kind!r} is unknown; use one of {known}")
