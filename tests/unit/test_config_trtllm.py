@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,7 +158,9 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             },
         ),
         (
-            DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=3, speculative_model="/d"),
+            DraftTargetDecodingConfig(
+                max_draft_len=3, max_total_draft_tokens=3, speculative_model=Path("/d"), acceptance_window=0
+            ),
             {"method": "draft_model", "num_speculative_tokens": 3, "model": "/d"},
         ),
         (
@@ -194,6 +197,10 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             },
         ),
         (MTPDecodingConfig(), {"method": "mtp", "one_engine": True}),
+        (
+            MTPDecodingConfig(num_nextn_predict_layers=3, max_total_draft_tokens=3),
+            {"method": "mtp", "one_engine": True, "num_speculative_tokens": 3},
+        ),
         (MedusaDecodingConfig(speculative_model="/m"), {"method": "medusa", "model": "/m"}),
         (MedusaDecodingConfig(num_medusa_heads=4), {"method": "medusa", "num_speculative_tokens": 4}),
         (
@@ -213,7 +220,7 @@ def test_unknown_fields_are_errors(cls: type[DecodingBaseConfig]) -> None:
             {**ONE_ENGINE_EAGLE3, "num_speculative_tokens": 1, "speculative_token_tree": "[(0,), (1,)]"},
         ),
         (
-            Eagle3DecodingConfig(eagle_choices=[[0], [0, 0]], speculative_model="/e"),
+            Eagle3DecodingConfig(eagle_choices="[[0], [0, 0]]", speculative_model="/e"),
             {**ONE_ENGINE_EAGLE3, "num_speculative_tokens": 2},
         ),
         (PARDDecodingConfig(), {"method": "draft_model", "parallel_drafting": True}),
@@ -304,11 +311,6 @@ def test_not_built(config: DecodingBaseConfig, message: str) -> None:
             MTPDecodingConfig,
             {"num_nextn_predict_layers": 2, "max_draft_len": 3},
             r"num_nextn_predict_layers=2 and max_draft_len=3 differ; set max_draft_len only",
-        ),
-        (
-            MedusaDecodingConfig,
-            {"medusa_choices": [[0], [0, 0]], "max_draft_len": 3},
-            r"medusa_choices=\(\(0,\), \(0, 0\)\) and max_draft_len=3 differ; set one of them",
         ),
         (
             MedusaDecodingConfig,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trtspec.errors import ConfigError
-from trtspec.interop.decoding_configs import DraftTargetDecodingConfig, Eagle3DecodingConfig
+from trtspec.interop.decoding_configs import DraftTargetDecodingConfig, Eagle3DecodingConfig, MedusaDecodingConfig
 
 
 @pytest.mark.parametrize("total", [3, 9])
@@ -36,6 +36,19 @@ def test_a_dynamic_tree() -> None:
 def test_a_dynamic_tree_that_is_half_described(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Eagle3DecodingConfig(**fields).to_speculative_config()
+
+
+def test_the_depth_of_the_paths_is_the_draft_length(caplog: pytest.LogCaptureFixture) -> None:
+    """Published examples of Medusa have the number of paths as max_draft_len."""
+    config = MedusaDecodingConfig(max_draft_len=3, num_medusa_heads=2, medusa_choices=[[0], [1], [0, 0]])
+    assert config.to_speculative_config().num_speculative_tokens == 2
+    assert "max_draft_len=3 is not used: the paths of medusa_choices are 2 deep" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["[[0], [0,", "[0]", "x", "-" * 100_000 + "1"])
+def test_a_text_that_is_no_list_of_paths_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="eagle_choices"):
+        Eagle3DecodingConfig(eagle_choices=text)  # type: ignore[arg-type]
 
 
 def test_a_number_of_nodes_alone_is_no_tree() -> None:

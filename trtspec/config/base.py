@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,6 +65,11 @@ def refuse_unbuilt(where: str, asked: Mapping[str, Any], allowed: Mapping[str, t
 def list_to_tuple(value: Any) -> Any:
     """Turn lists into tuples, also inside lists: JSON has no tuples."""
     return tuple(list_to_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+def text_of_path(value: Any) -> Any:
+    """Turn a path object into text."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def one_of(field: str, names: tuple[str, ...]) -> Callable[[str], str]:

@@ -7,7 +7,6 @@ draft are in methods/planning.py.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, WrapValidator, model_validator
 
-from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of
+from trtspec.config.base import JsonKey, StrictConfig, list_to_tuple, one_of, text_of_path
 from trtspec.config.tree import parse_tree
 from trtspec.errors import ConfigError
 from trtspec.modes import METHODS
@@ -56,10 +55,6 @@ def _method(name: str) -> str:
         warnings.warn(f"method={name!r} is deprecated; use method='mtp'", DeprecationWarning, stacklevel=4)
         return "mtp"
     return one_of("method", METHODS)(name)
-
-
-def _text_of_path(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _tree(text: str) -> str:
@@ -122,7 +117,7 @@ class SpeculativeConfig(StrictConfig):
         description="draft tokens per step, K; 'auto': as many as save time, none included; unset: what the method or "
         "its checkpoint implies, else 'auto'; to decode without speculation leave speculative_config unset",
     )
-    model: Annotated[str | None, BeforeValidator(_text_of_path)] = Field(
+    model: Annotated[str | None, BeforeValidator(text_of_path)] = Field(
         default=None, description="of the draft: a checkpoint folder, GGUF file or name on the Hub"
     )
     method: Annotated[str, AfterValidator(_method)] | None = None

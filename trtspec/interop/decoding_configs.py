@@ -10,9 +10,9 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
-from trtspec.config.base import JsonKey, StrictConfig, one_of, refuse_unbuilt
+from trtspec.config.base import JsonKey, StrictConfig, one_of, refuse_unbuilt, text_of_path
 from trtspec.config.speculative import SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.decoding_fields import Choices, Layers, LayerSet, tree_fields
@@ -43,10 +43,12 @@ class DecodingBaseConfig(StrictConfig):
 
     max_draft_len: int | None = Field(default=None, ge=1, description="draft tokens per step, K")
     max_total_draft_tokens: int | None = Field(default=None, ge=1, description="nodes of the draft tree; K for a chain")
-    speculative_model: str | None = Field(default=None, alias="speculative_model_dir", description="draft folder")
+    speculative_model: Annotated[str | None, BeforeValidator(text_of_path)] = Field(
+        default=None, alias="speculative_model_dir", description="draft folder"
+    )
     max_concurrency: int | None = Field(default=None, ge=1)
     draft_len_schedule: dict[JsonKey, int] | None = None
-    acceptance_window: int | None = Field(default=None, ge=1)
+    acceptance_window: int | None = Field(default=None, ge=0, description="0: off")
     acceptance_length_threshold: float | None = Field(default=None, ge=0.0)
     use_rejection_sampling: bool = False
     allow_advanced_sampling: bool = False
@@ -59,7 +61,9 @@ class DecodingBaseConfig(StrictConfig):
         name = type(self).__name__
         fields = type(self).model_fields
         remedies = {**DecodingBaseConfig.unbuilt, **self.unbuilt}
-        refuse_unbuilt(f"{name}.", dict(self), {f: ((fields[f].default,), text) for f, text in remedies.items()})
+        allowed: dict[str, tuple[Any, ...]] = {f: (fields[f].default,) for f in remedies}
+        allowed["acceptance_window"] = (None, 0)
+        refuse_unbuilt(f"{name}.", dict(self), {f: (allowed[f], text) for f, text in remedies.items()})
         if self.method not in METHODS:
             raise UnsupportedError(
                 f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
@@ -83,7 +87,7 @@ class DecodingBaseConfig(StrictConfig):
 
     @property
     def _num_nodes(self) -> int | None:
-        """Number of nodes of the tree that is given; None = none is."""
+        """Number of nodes of the tree that is given, or of a chain whose K has another name; None = neither is."""
         return None
 
     def _own_fields(self) -> dict[str, Any]:
@@ -177,6 +181,10 @@ class MTPDecodingConfig(DecodingBaseConfig):
     num_nextn_predict_layers: int | None = Field(default=None, ge=1)
     begin_thinking_phase_token: int = 128798
     end_thinking_phase_token: int = 128799
+
+    @property
+    def _num_nodes(self) -> int | None:
+        return self.num_nextn_predict_layers
 
     def _own_fields(self) -> dict[str, Any]:
         layers, k = self.num_nextn_predict_layers, self.max_draft_len
@@ -283,7 +291,7 @@ class MedusaDecodingConfig(DecodingBaseConfig):
 
     @property
     def _num_nodes(self) -> int | None:
-        return None if self.medusa_choices is None else len(self.medusa_choices)
+        return self.max_draft_len or self.num_medusa_heads if self.medusa_choices is None else len(self.medusa_choices)
 
 
 class SADecodingConfig(DecodingBaseConfig):
