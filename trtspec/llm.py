@@ -145,8 +145,8 @@ class LLM:
         Leaving an iteration early, cancelling its task, or `.abort()` ends it. RequestError or CapacityError, at once,
         if it cannot run.
         """
-        job = (_text(prompt), self.token_ids(prompt), sampling_params or SamplingParams())
-        (generation,) = self._engine_thread.submit([job])
+        (params,) = _params_for(sampling_params, 1)
+        (generation,) = self._engine_thread.submit([(_text(prompt), self.token_ids(prompt), params)])
         return generation
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
@@ -255,6 +255,8 @@ def _as_many(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(f"sampling_params = {params!r:.80} must be SamplingParams(...), or a list of them")
     if len(params) != count:
         raise RequestError(f"{len(params)} sampling_params for {count} prompts; give one, or one per prompt")
     return list(params)

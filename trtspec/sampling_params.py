@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from json import dumps
-from typing import Any
+from typing import Any, cast
 
 from trtspec.errors import RequestError
 
@@ -26,6 +27,8 @@ MOST_STOP_CHARACTERS = 1024
 
 LEAST_TEMPERATURE = 1e-6
 """Lower ones, but 0, count as this one: logits would be divided to infinity."""
+
+_LARGEST = 2**31 - 1  # of a top_k, which the kernels have as int32, and of a number of tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +120,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         given: Any = () if self.stop is None else self.stop  # vLLM takes None
-        stop = (given,) if isinstance(given, str) else tuple(given)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (given,) if isinstance(given, str) else _tuple("stop", given))
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ()))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         _int("n", self.n, 1)
         optional: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -132,10 +134,10 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _real(name, getattr(self, name), allowed, words)
         if self.top_k is not None:
-            _int("top_k", self.top_k, -1)
+            _int("top_k", self.top_k, -1, _LARGEST)
         if self.max_tokens is not None:
             _int("max_tokens", self.max_tokens, 1)
-        _int("min_tokens", self.min_tokens, 0)
+        _int("min_tokens", self.min_tokens, 0, _LARGEST)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens = {self.min_tokens} exceeds max_tokens = {self.max_tokens}; raise max_tokens or lower it"
@@ -248,14 +250,23 @@ class RequestSampling:
         )
 
 
-def _int(name: str, value: object, least: int) -> None:
+def _int(name: str, value: object, least: int, largest: float = math.inf) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise RequestError(f"{name} = {value!r} must be an integer >= {least}")
+    if value > largest:
+        raise RequestError(f"{name} = {value!r} must be an integer <= {largest}")
 
 
 def _real(name: str, value: object, allowed: Callable[[float], bool], words: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not allowed(value):
+    number = not isinstance(value, bool) and isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
+    if not number or not allowed(cast("float", value)):
         raise RequestError(f"{name} = {value!r} must be {words}")
+
+
+def _tuple(name: str, values: object) -> tuple[Any, ...]:
+    if not isinstance(values, Iterable):
+        raise RequestError(f"{name} = {values!r} must be a list")
+    return tuple(values)
 
 
 def _nesting(text: str) -> int:

@@ -93,6 +93,16 @@ BAD_REQUESTS: dict[str, tuple[Callable[[LLM], Any], type[TrtSpecError], tuple[st
         RequestError,
         ("1 sampling_params", "2 prompts"),
     ),
+    "params that are a dict": (
+        lambda llm: llm.generate("a", {"temperature": 0}),  # type: ignore[arg-type]
+        RequestError,
+        ("sampling_params = {'temperature': 0} must be SamplingParams(...), or a list",),
+    ),
+    "async params that are a dict": (
+        lambda llm: llm.generate_async("a", {"temperature": 0}),  # type: ignore[arg-type]
+        RequestError,
+        ("sampling_params = {'temperature': 0} must be SamplingParams(...), or a list",),
+    ),
     "chat without a template": (
         lambda llm: llm.chat([{"role": "user", "content": "a"}]),
         RequestError,

@@ -30,15 +30,15 @@ def sampling_of(
 NAN, INF = float("nan"), float("inf")
 REFUSED: dict[str, list[Any]] = {
     "n": [0, -1, 1.0, "2", True, None],
-    "temperature": [-0.1, -1, NAN, INF, -INF, "1", True, [1.0]],
-    "top_k": [-2, 1.5, "3", True],
+    "temperature": [-0.1, -1, NAN, INF, -INF, 10**400, "1", True, [1.0]],
+    "top_k": [-2, 2**31, 1.5, "3", True],
     "top_p": [0, 0.0, -0.5, 1.0001, 2, NAN, INF, "0.9", True],
     "min_p": [-0.1, 1.1, NAN, "0", False],
     "seed": [2**64, -(2**63) - 1, 1.0, "1", True],
     "max_tokens": [0, -5, 1.5, "16", True],
     "min_tokens": [-1, 0.0, None, False],
-    "stop": ["", [""], ["ok", ""], [b"x"], [1]],
-    "stop_token_ids": [[-1], [1.0], ["1"], [True], [None]],
+    "stop": [5, "", [""], ["ok", ""], [b"x"], [1]],
+    "stop_token_ids": [5, [-1], [1.0], ["1"], [True], [None]],
     "repetition_penalty": [0, 0.0, -1.0, NAN, INF, "1", True],
     "presence_penalty": [None, -2.01, 2.01, NAN, INF, "1", True],
     "frequency_penalty": [None, -2.01, 2.01, NAN, INF, "1", True],
@@ -49,7 +49,7 @@ REFUSED: dict[str, list[Any]] = {
 ALLOWED: dict[str, list[Any]] = {
     "n": [1, 64],
     "temperature": [None, 0, 0.0, 1e-8, 1, 2.5],
-    "top_k": [None, -1, 0, 1, 10**6],
+    "top_k": [None, -1, 0, 1, 2**31 - 1],
     "top_p": [None, 1e-9, 0.5, 1, 1.0],
     "min_p": [None, 0, 0.0, 0.05, 1],
     "seed": [None, 0, -1, 2**63, 2**64 - 1, -(2**63)],
@@ -67,7 +67,7 @@ ALLOWED: dict[str, list[Any]] = {
 
 
 def cases(table: dict[str, list[Any]]) -> list[Any]:
-    return [pytest.param(name, value, id=f"{name}={value!r}") for name, values in table.items() for value in values]
+    return [pytest.param(name, value, id=f"{name}={value!r:.40}") for name, values in table.items() for value in values]
 
 
 @pytest.mark.parametrize(("name", "value"), cases(REFUSED))
@@ -97,6 +97,8 @@ def test_min_tokens_beyond_max_tokens() -> None:
     with pytest.raises(RequestError, match="min_tokens = 17 exceeds max_tokens = 16"):
         SamplingParams(min_tokens=17)
     assert SamplingParams(min_tokens=17, max_tokens=None).min_tokens == 17
+    with pytest.raises(RequestError, match=f"min_tokens = {2**31} must be an integer <= {2**31 - 1}"):
+        SamplingParams(min_tokens=2**31, max_tokens=None)
 
 
 def test_stop_strings_have_a_limit() -> None:
