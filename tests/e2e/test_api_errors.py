@@ -38,7 +38,7 @@ def test_without_a_tokenizer_ids_work(mute: LLM, greedy_ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
 def test_a_tokenizer_may_come_from_another_folder(mute: LLM, target: Path, name: str) -> None:
-    with LLM(mute.engine.model.path, tokenizer=target / name) as llm:
+    with LLM(mute.engine.model.path, tokenizer=target / name, seed=None) as llm:  # a seed that counts as 0
         assert llm.generate("abc", GREEDY)[0].prompt_token_ids == [1, 2, 3]
 
 
@@ -241,6 +241,12 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], type[TrtSpecError], tuple[str, ...]
         {"tokenizer": "no/such/folder"},
         CheckpointError,
         ("'no/such/folder' has no tokenizer.json", "name a folder or file"),
+    ),
+    "seed that is no integer": ({"seed": "7"}, ConfigError, ("seed = '7' must be an integer",)),
+    "switch that is a word": (
+        {"enable_prefix_caching": "no"},
+        ConfigError,
+        ("enable_prefix_caching = 'no' must be True or False",),
     ),
     "batch of 0": ({"max_batch_size": 0}, ConfigError, ("max_batch_size = 0", ">= 1")),
     "forced below 0": ({"force_num_accepted_tokens": -1}, ConfigError, ("force_num_accepted_tokens = -1", ">= 0")),

@@ -144,7 +144,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         tokenizer,
         context.max_seq_len,
         config.max_input_len,
-        config.seed,
+        config.seed or 0,
         use_generation_config=config.generation_config == "auto",
         executables=[one.executable for one in loaded],
         debug=config.debug,

@@ -13,6 +13,8 @@ AUTO = "auto"
 """An engine folder's own backend. For a checkpoint it is a compiled engine that is kept, if that is possible."""
 DEVICES = ("auto", "cpu", "cuda")
 
+_SWITCHES = ("enable_prefix_caching", "disable_overlap_scheduler", "enable_cuda_graph", "debug", "disable_log_stats")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -42,7 +44,7 @@ class EngineConfig:
     block_size: tokens per KV block.
     enable_prefix_caching: a prompt that begins like an earlier request takes over the KV blocks of that request, as far
     as they still exist.
-    seed: seed of requests that bring none.
+    seed: seed of requests that bring none; None counts as 0.
     generation_config: "auto" = unset sampling fields come from the checkpoint's generation_config.json, "off" = they do
     not.
     disable_overlap_scheduler: for backend "cuda". Unless set, the host prepares a step while the last one runs, if
@@ -68,7 +70,7 @@ class EngineConfig:
     quantization: str | None = None
     lm_head_quantization: str | None = None
     enable_prefix_caching: bool = True
-    seed: int = 0
+    seed: int | None = 0
     generation_config: str = "auto"
     disable_overlap_scheduler: bool = False
     enable_cuda_graph: bool = True
@@ -84,6 +86,11 @@ class EngineConfig:
                 at_least(name, getattr(self, name), least)
         if self.force_num_accepted_tokens is not None:
             at_least("force_num_accepted_tokens", self.force_num_accepted_tokens, 0)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} = {getattr(self, name)!r} must be True or False")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, type(None))):
+            raise ConfigError(f"seed = {self.seed!r} must be an integer")
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise ConfigError(
                 f"kv_cache_memory = {self.kv_cache_memory} and num_kv_blocks = {self.num_kv_blocks} say the same; "
