@@ -141,6 +141,12 @@ def test_an_engine_names_the_checkpoint_that_its_draft_was(capsys: pytest.Captur
     assert "trtspec: warning: model='/gone/head': the engine was built from this folder, which is not here" in err
 
 
+def test_options_complete_a_decoding_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """The draft and K that options name are settings of the decoding config that --spec holds."""
+    command = ("--to", "tensorrt-llm", "--spec", '{"decoding_type": "Eagle3"}', *EAGLE3[2:])
+    assert run(capsys, *command) == run(capsys, "--to", "tensorrt-llm", *EAGLE3)
+
+
 def test_an_engine_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     engine = make_engine(tmp_path / "engine", NGRAM)
     assert run(capsys, str(engine), "--to", "tensorrt-llm") == (0, NGRAM_YAML, "")
@@ -158,6 +164,18 @@ def test_an_engine_without_a_draft(capsys: pytest.CaptureFixture[str], tmp_path:
             "method='auto' has no equal in vLLM; nearest: method='ngram'",
         ),
         (("--to", "vllm", "--speculative_decoding_mode", "EAGEL"), "is not a speculative decoding mode"),
+        (
+            ("--to", "vllm", "--speculative_decoding_mode", "NONE", "--speculative_model_dir", HEAD),
+            "--speculative_decoding_mode NONE excludes --speculative_model_dir",
+        ),
+        (
+            ("--to", "vllm", *EAGLE3, "--spec", '{"one_engine": false}'),
+            "--speculative_decoding_mode EAGLE3_ONE_MODEL with --spec '{\"one_engine\": false}' is mode EAGLE3",
+        ),
+        (
+            ("--to", "vllm", *EAGLE3, "--spec", '{"decoding_type": "Eagle3", "speculative_model_dir": "x"}'),
+            "decoding_type, speculative_model given in --spec and as an option of its own; give it once",
+        ),
         (("--to", "tensorrt-llm", "--spec", '{"metod": "ngram"}'), "metod"),
         (("--to", "tensorrt-llm", "--spec", '{"method": "ngram"}'), "needs a number; set it"),
         (("--to", "vllm", "--spec", json.dumps(NGRAM), "--output", "no/such/folder/file"), "No such file"),

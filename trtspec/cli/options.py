@@ -10,7 +10,7 @@ from typing import Any
 from trtspec.config.speculative import AUTO_DRAFT_LEN, SpeculativeConfig
 from trtspec.errors import ConfigError
 from trtspec.interop.reading import read_speculative_config
-from trtspec.modes import SpeculativeDecodingMode, words_for
+from trtspec.modes import SpeculativeDecodingMode, select_mode, words_for
 
 LIMITS = {
     "max_batch_size": "requests in one step (default 32)",
@@ -22,6 +22,9 @@ LIMITS = {
     "block_size": "tokens of a KV block (default 16)",
 }
 """Field of EngineConfig -> help of its option."""
+
+
+_TENSORRT_LLM = {"method": "decoding_type", "model": "speculative_model", "num_speculative_tokens": "max_draft_len"}
 
 
 def add_model(parser: argparse.ArgumentParser, option: str, help: str) -> None:
@@ -119,6 +122,10 @@ def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
         ) from error
     if not isinstance(whole, dict):
         raise ConfigError(f"--spec {namespace.spec!r} holds a {type(whole).__name__}; give a JSON object")
+    if "decoding_type" in whole:
+        fields = {_TENSORRT_LLM[name]: value for name, value in fields.items()}
+        if "speculative_model" in fields and "speculative_model_dir" in whole:  # the same field
+            whole["speculative_model"] = whole.pop("speculative_model_dir")
     twice = sorted(set(whole) & set(fields))
     if twice:
         raise ConfigError(f"{', '.join(twice)} given in --spec and as an option of its own; give it once")
@@ -136,16 +143,29 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def speculation(namespace: argparse.Namespace) -> SpeculativeConfig | None:
     """Return the speculation that the options of `add_speculation` describe; None if there are none.
 
-    The options are the mode's name, the draft and K; or --spec holds all of them.
+    The options are the mode's name, the draft and K; or --spec holds all of them. ConfigError if they contradict.
     """
-    mode = namespace.speculative_decoding_mode
-    fields: dict[str, Any] = {}
-    if mode is not None:
-        fields = dict(words_for(SpeculativeDecodingMode.from_string(mode)))
+    name = namespace.speculative_decoding_mode
+    mode = SpeculativeDecodingMode.from_string(name)
+    fields: dict[str, Any] = dict(words_for(mode))
     namespace.spec_method = fields.get("method")
     namespace.spec_model = namespace.speculative_model_dir
     namespace.spec_tokens = namespace.max_draft_len
     whole = speculative_config(namespace)
     if whole is None:
         return None
-    return read_speculative_config({**fields, **whole})
+    if name is not None and mode is SpeculativeDecodingMode.NONE:
+        raise ConfigError(
+            f"--speculative_decoding_mode {name} excludes --speculative_model_dir, --max_draft_len and --spec; leave "
+            "it or them out"
+        )
+    config = read_speculative_config({**fields, **whole})
+    assert config is not None
+    if name is not None:
+        found = select_mode(config.method, config.one_engine, config.vanilla, config.parallel_drafting)
+        if found is not mode:
+            raise ConfigError(
+                f"--speculative_decoding_mode {name} with --spec {namespace.spec!r} is mode {found.name}; leave out "
+                "one, or make them agree"
+            )
+    return config
