@@ -23,9 +23,10 @@ import pytest
 
 from trtspec import LLM, SamplingParams
 from trtspec.cli import main
+from trtspec.outputs import OutputDelta
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role != 'assistant' %}\n{% endif %}{% endfor %}"
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role != 'assistant' %}{{ '\\n' }}{% endif %}{% endfor %}"
 _SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
@@ -215,6 +216,21 @@ def test_a_model_that_cannot_chat_is_refused(model_name: str, complaint: str) ->
 def test_bad_sampling_is_refused_before_the_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chat", "nowhere", "--temperature", "-1"]) == 1
     assert "temperature" in capsys.readouterr().err
+
+
+def test_generate_shows_the_drafts_of_a_chat_and_its_failure(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(model), "--backend", "eager", "--chat", "--prompt", "def add("]
+    command += ["--temperature", "0", "--max-tokens", "24"]
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    assert main([*command, "--show-drafts"]) == 0
+    assert capsys.readouterr().out == told
+    failure = OutputDelta(0, 0, "", (), 0, "error", None, "poisoned row")
+    monkeypatch.setattr(LLM, "stream", lambda *arguments: iter([failure]))
+    assert main([*command, "--show-drafts"]) == 1
+    assert capsys.readouterr().err.endswith("trtspec: poisoned row\n")
 
 
 def test_without_a_terminal_lines_are_questions(

@@ -256,6 +256,7 @@ def test_code_prompts_come_from_a_given_folder(capsys: pytest.CaptureFixture[str
         (("generate", "--model", TARGET), "--prompt"),
         (("generate", "--model", TARGET, "--prompt", "x", "--temperature", "-1"), "temperature"),
         (("generate", "--model", TARGET, "--prompt-ids", "1,x"), "--prompt-ids"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--show-drafts", "--json"), "leave one out"),
         (("generate", "--model", TARGET, "--prompt", "x", "--spec", '{"metod": "ngram"}'), "metod"),
         (("generate", "--model", TARGET, "--prompt", "x", "--spec", "[1]"), "No such file"),
         (("generate", "--model", TARGET, "--prompt", "x", "--spec-method", "eagle3", "--spec-tokens", "1"), "model"),

@@ -46,6 +46,8 @@ def run(namespace: argparse.Namespace) -> int:
         prompts.append(Path(namespace.prompt_file).read_text(encoding="utf-8"))
     if namespace.prompt_ids:
         prompts.append(_ids(namespace.prompt_ids))
+    if namespace.show_drafts and namespace.json:
+        raise RequestError("--show-drafts colours a text, and --json prints objects; leave one out")
     if not prompts:
         raise RequestError("no prompt; give --prompt, --prompt-file or --prompt-ids")
     params = SamplingParams(
@@ -61,30 +63,30 @@ def run(namespace: argparse.Namespace) -> int:
         ignore_eos=namespace.ignore_eos,
     )
     with open_llm(namespace) as llm:
+        chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
         if namespace.show_drafts and llm.tokenizer is not None and len(prompts) == 1 and namespace.n == 1:
-            stream_coloured(llm, prompts[0], params, Console())
+            prompt = llm.tokenizer.encode_chat(chats[0]) if namespace.chat else prompts[0]
+            stream_coloured(llm, prompt, params, Console())
             return 0
-        if namespace.chat:
-            outputs = llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params)
-        else:
-            outputs = llm.generate(prompts, params)
+        outputs = llm.chat(chats, params) if namespace.chat else llm.generate(prompts, params)
     for output in outputs:
         _print(output, namespace.json)
     failed = [sample for output in outputs for sample in output.outputs if sample.finish_reason == "error"]
     return 1 if failed else 0
 
 
-def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> list[int]:
-    """Print one prompt's text as it comes, accepted draft tokens in green; return the token ids."""
+def stream_coloured(llm: LLM, prompt: Prompt, params: SamplingParams, console: Console) -> None:
+    """Print one prompt's text as it comes, accepted draft tokens in green. RequestError if the sample fails."""
     assert llm.tokenizer is not None
     before = llm.token_ids(prompt)
     detokenizer = IncrementalDetokenizer(llm.tokenizer, params.skip_special_tokens, before)
-    ids: list[int] = []
+    error: str | None = None
     for delta in llm.stream(prompt, params):
         console.print(coloured(delta, detokenizer), end="", soft_wrap=True, highlight=False)
-        ids += delta.token_ids
+        error = delta.error or error
     console.print(detokenizer.flush(), soft_wrap=True, highlight=False)
-    return ids
+    if error is not None:
+        raise RequestError(error)
 
 
 def _print(output: RequestOutput, as_json: bool) -> None:
