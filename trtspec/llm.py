@@ -199,14 +199,15 @@ class LLM:
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. RequestError for what is no prompt."""
         if isinstance(prompt, Mapping):
-            if set(prompt) == {"prompt"}:
-                prompt = prompt["prompt"]
-            elif "prompt_token_ids" in prompt:
-                prompt = prompt["prompt_token_ids"]
-            else:
+            given = {key: value for key, value in prompt.items() if value is not None}
+            known = [given.pop(key) for key in ("prompt_token_ids", "prompt") if key in given]
+            if not known:
                 raise RequestError(
                     f'a prompt dict needs "prompt" or "prompt_token_ids"; this one has {sorted(map(str, prompt))}'
                 )
+            if given:
+                raise RequestError(f"{', '.join(map(str, given))} of a prompt dict: not built; leave it out")
+            prompt = known[0]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("this model folder has no tokenizer.json; pass token ids, or tokenizer=FOLDER")

@@ -21,7 +21,10 @@ SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=Tru
 # -- prompts -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt", ["abc", [1, 2, 3], (1, 2, 3), {"prompt": "abc"}, {"prompt_token_ids": [1, 2, 3]}])
+@pytest.mark.parametrize(
+    "prompt",
+    ["abc", [1, 2, 3], (1, 2, 3), {"prompt": "abc", "prompt_token_ids": None}, {"prompt_token_ids": [1, 2, 3]}],
+)
 def test_one_prompt_in_any_form(llm: LLM, prompt: Any) -> None:
     (output,) = llm.generate([prompt] if isinstance(prompt, tuple) else prompt, GREEDY)
     assert output.prompt_token_ids == [1, 2, 3]

@@ -72,6 +72,16 @@ BAD_REQUESTS: dict[str, tuple[Callable[[LLM], Any], type[TrtSpecError], tuple[st
     "prompt that is nothing": (lambda llm: llm.generate([None]), RequestError, ("prompt None", "text", "token ids")),
     "prompts that are nothing": (lambda llm: llm.generate(None), RequestError, ("None", "text", "token ids")),
     "dict without a prompt": (lambda llm: llm.generate({"text": "a"}), RequestError, ("text", '"prompt_token_ids"')),
+    "dict of text with more": (
+        lambda llm: llm.generate({"prompt": "a", "prompt_token_ids": None, "cache_salt": "b"}),
+        RequestError,
+        ("cache_salt of a prompt dict", "leave it out"),
+    ),
+    "dict of ids with more": (
+        lambda llm: llm.generate({"prompt_token_ids": [1], "multi_modal_data": {}}),
+        RequestError,
+        ("multi_modal_data of a prompt dict",),
+    ),
     "prompt as long as max_seq_len": (
         lambda llm: llm.generate([[1] * 512]),
         RequestError,
