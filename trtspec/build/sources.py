@@ -33,6 +33,7 @@ _FILES = (
     "kv/groups.py",
     "interop/reading.py",
     "interop/decoding_configs.py",
+    "interop/decoding_fields.py",
 )
 _RUNS = ("wiring.py", "gpu_plan.py")  # files of build/ that run an engine; all others there make one
 _KERNEL_SOURCES = {".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
