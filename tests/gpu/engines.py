@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tests.contract.trees import NODES, TREE
+from tests.contract.trees import NODES, TOP_K, TREE
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, assert_speculation_changes_nothing, build, wishes
 from tests.e2e.near_ties import first_gaps
 from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together
@@ -25,7 +25,7 @@ from trtspec.engine.overlap import OverlapLoop
 from trtspec.engine.request import Request
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
-WIDE: dict[str, Any] = {"max_batch_size": 8, "block_size": 4, "num_kv_blocks": 300}
+WIDE: dict[str, Any] = {"max_batch_size": 8, "block_size": 4, "num_kv_blocks": 26}
 """Room for all requests and whole prompts."""
 
 NEAR_TIES = {
@@ -183,12 +183,17 @@ def check_engine_folders(models: Path, output: Path, dtype: str) -> None:
         assert_speculation_changes_nothing(llm, plain, "eagle3")
 
 
-def check_trees_change_nothing(models: Path, mode: str, **options: Any) -> None:
+TREES: dict[str, dict[str, Any]] = {
+    "static": {"num_speculative_tokens": None, "speculative_token_tree": TREE},
+    "dynamic": {"max_total_draft_tokens": NODES, "dynamic_tree_max_topK": TOP_K},
+}
+
+
+def check_trees_change_nothing(models: Path, mode: str, shape: str, **options: Any) -> None:
     """Check 60 mixed requests with draft trees of 10 nodes, in a cache that is too small for them."""
     plain = alone(models / "target", CASES, **options)
-    wanted = {**wishes(mode, models, False), "speculative_token_tree": TREE}
-    del wanted["num_speculative_tokens"]
-    sizes = {**LIMITS, "max_num_tokens": 8 * (NODES + 1), "num_kv_blocks": 33}
+    wanted = {**wishes(mode, models, False), **TREES[shape]}
+    sizes = {**LIMITS, "max_num_tokens": 8 * (NODES + 1), "num_kv_blocks": 26}
     with on_gpu(models / "target", wanted, **sizes, **options) as llm:
         run = run_together(llm.engine, CASES)
         assert_all_blocks_free(llm)

@@ -49,9 +49,10 @@ def test_saved_states_are_eager_s(models: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", engines.TREES)
 @pytest.mark.parametrize("mode", ["eagle3", "eagle"])
-def test_draft_trees(models: Path, mode: str, dtype: str) -> None:
-    engines.check_trees_change_nothing(models, mode, dtype=dtype)
+def test_draft_trees(models: Path, mode: str, shape: str, dtype: str) -> None:
+    engines.check_trees_change_nothing(models, mode, shape, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

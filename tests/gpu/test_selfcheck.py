@@ -136,8 +136,9 @@ def test_quantised_engines(models: Path, work: HostQueue, quantization: str) -> 
 
 
 @pytest.mark.long
-def test_draft_trees(models: Path, work: HostQueue) -> None:
-    engines.check_trees_change_nothing(models, "eagle3")
+@pytest.mark.parametrize("shape", engines.TREES)
+def test_draft_trees(models: Path, work: HostQueue, shape: str) -> None:
+    engines.check_trees_change_nothing(models, "eagle3", shape)
 
 
 @pytest.mark.long

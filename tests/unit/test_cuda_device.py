@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +20,7 @@ from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle3
 from trtspec.backends.cuda import aoti, device
 from trtspec.backends.cuda.chain_graph import chain_step
-from trtspec.backends.export import GraphStep, example_batch, moved
+from trtspec.backends.export import GraphStep, example_for, moved
 from trtspec.backends.graph_io import INPUTS, graph_inputs, input_names, output_names
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import plan_context
@@ -46,29 +47,51 @@ class OneDevice(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
+class NothingFromTheHost(TorchFunctionMode):
+    """A check that nothing makes a tensor from Python's numbers: a CUDA graph cannot copy them from the host.
+
+    Modes of the dispatcher do not see it.
+    """
+
+    COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor)
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert function not in self.COPIES, f"{function.__name__} copies from the host"
+        return function(*args, **(kwargs or {}))
+
+
+TREES: dict[str, dict[str, Any]] = {
+    "eagle3": {"num_speculative_tokens": 3},
+    "a tree": {"speculative_token_tree": "[(0,), (1,), (0, 0)]"},
+    "a dynamic tree": {"num_speculative_tokens": 2, "max_total_draft_tokens": 3, "dynamic_tree_max_topK": 2},
+}
+
+
 def fake_step(folder: Path, mode: str) -> Step:
     target = make_checkpoint(folder, "llama")
     speculation = None
     if mode != "none":
         head = make_eagle3(folder, target, (0, 1), tuple(range(11)))
-        shape = (
-            {"num_speculative_tokens": 3} if mode == "eagle3" else {"speculative_token_tree": "[(0,), (1,), (0, 0)]"}
-        )
-        speculation = read_speculative_config({"method": "eagle3", "model": str(head), **shape})
+        speculation = read_speculative_config({"method": "eagle3", "model": str(head), **TREES[mode]})
     return build_step(plan_context(target, speculation, EngineConfig(backend="cuda"), BACKENDS["cuda"]))
 
 
 @pytest.mark.parametrize("uniform", [False, True])
-@pytest.mark.parametrize("mode", ["none", "eagle3", "a tree"])
+@pytest.mark.parametrize("mode", ["none", *TREES])
 def test_a_step_mixes_no_devices(tmp_path: Path, mode: str, uniform: bool) -> None:
-    """Tensors that a step makes itself are on the device of its inputs: here the meta device, without memory."""
+    """Tensors that a step makes itself are on the device of its inputs: here the meta device, without memory.
+
+    They are made there, not copied from the host.
+    """
     step = fake_step(tmp_path, mode)
     K = 0 if mode == "none" else 3
     module = GraphStep(step, K, K + 1 if uniform else 0)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    example = example_batch(K, 16, uniform)
+    example = example_for(step, K, 16, uniform)
     inputs, there = moved(example, META), {name: moved(weight, META) for name, weight in weights.items()}
-    with torch.no_grad(), OneDevice():
+    with torch.no_grad(), OneDevice(), NothingFromTheHost():
         kv = [tuple(torch.empty(9, 16, h, d, device="meta") for _ in "kv") for h, d, _ in step.kv_layers]
         T, B = inputs.input_ids.shape[0], inputs.spec.batch_size
         numbers = torch.empty(T, dtype=torch.int64, device="meta")
@@ -88,7 +111,7 @@ def test_a_chain_mixes_no_devices(tmp_path: Path) -> None:
     sizes = {"input_ids": (CHAIN_ROWS * B,), "block_tables": (B, 5), "ban_ids": (B, bans), "ban_until": (B, bans)}
     names = [name for name in input_names(step) if name not in ("tree_mask", "seq_lens", "gather_ids")]
     there = {name: moved(weight, META) for name, weight in weights.items()}
-    with OneDevice():
+    with OneDevice(), NothingFromTheHost():
         kv = [tuple(torch.empty(9, 16, h, d, device="meta") for _ in "kv") for h, d, _ in step.kv_layers]
         given = {name: torch.empty(sizes.get(name, (B,)), dtype=INPUTS[name].dtype, device="meta") for name in names}
 

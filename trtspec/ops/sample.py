@@ -50,7 +50,8 @@ def philox(seeds: Tensor, c0: Tensor, c1: Tensor, c2: Tensor, use: int = 0) -> T
     key0 = ((seeds & _MASK)[..., None] + rounds * W0) & _MASK
     key1 = (((seeds >> 32) & _MASK)[..., None] + rounds * W1) & _MASK
     keys = torch.stack((key1, key0)).unbind(-1), torch.stack((key0, key1)).unbind(-1)
-    factor = torch.tensor((M0, M1), device=seeds.device).view(2, *[1] * len(shape))
+    # Made on the device: a CUDA graph cannot copy from the host.
+    factor = torch.where(torch.arange(2, device=seeds.device) == 0, M0, M1).view(2, *[1] * len(shape))
     factors = factor, factor.flip(0)
     for r in range(10):
         product = even * factors[r % 2]  # int64 wraps, which leaves all 64 bits right
