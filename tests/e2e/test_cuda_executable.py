@@ -29,9 +29,7 @@ from tests.head_checkpoints import make_eagle, make_eagle3
 from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends.compiled import LoadedGraph
 from trtspec.backends.cuda import aoti as cuda_aoti
-from trtspec.backends.cuda import executable as cuda_executable
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
-from trtspec.backends.cuda.static_graph import StaticGraph
 from trtspec.build import models as build_models
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
@@ -337,48 +335,6 @@ def test_hidden_states_are_saved(models: dict[str, Path], work: HostQueue, tmp_p
         saved[backend] = load_file(shard)
     assert saved["eager"].keys() == saved["cuda"].keys()
     assert all(torch.equal(saved["eager"][name], saved["cuda"][name]) for name in saved["eager"])
-
-
-def test_a_graph_that_is_captured_late_spoils_no_step_in_flight(models: dict[str, Path], work: HostQueue) -> None:
-    """A graph that is captured late leaves the step in flight intact.
-
-    The second request has bans, so a graph is captured while a step of the first is in flight. The next step reads the
-    outputs of that step.
-    """
-    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    late = dataclasses.replace(params, ignore_eos=False, min_tokens=30, stop_token_ids=[3])
-    prompts = [([1, 2, 3], params), ([3, 4], late)]
-    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
-        outcomes = run_alone(llm.engine, [Case(*prompt) for prompt in prompts])
-    with LLM(models["target"], backend="cuda", **LIMITS) as llm:
-        before = work.num_captured
-        requests = []
-        for prompt in prompts:
-            requests += llm.engine.add_request(*prompt)
-            for _ in range(4):
-                llm.engine.step()
-        while llm.engine.has_work:
-            llm.engine.step()
-        assert work.num_captured > before
-        assert [Outcome.of(request) for request in requests] == outcomes
-
-
-@pytest.mark.parametrize("mode", ["none", "eagle3", "draft_model"])
-def test_graphs_have_block_tables_as_wide_as_the_batch_needs(
-    models: dict[str, Path], work: HostQueue, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A sequence that grows goes through graphs of more and more columns, whatever the longest possible is."""
-    monkeypatch.setattr(cuda_executable, "LEAST_COLUMNS", 2)
-    case = Case([1, 2, 3], SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True))
-    with LLM(models["target"], enable_prefix_caching=False, num_kv_blocks=500) as llm:
-        (outcome,) = run_alone(llm.engine, [case])
-    with LLM(models["target"], speculation(models, mode), backend="cuda", **LIMITS) as llm:
-        assert run_alone(llm.engine, [case]) == [outcome]
-        captured: dict[Any, StaticGraph] = llm.engine.executables[0].inner._captured
-    widths = {graph.staged[0]["block_tables"].shape[1] for graph in captured.values()}
-    assert widths == {key[2] for key in captured}
-    assert widths >= {2, 8, 16}
-    assert {key[2] for key in captured if key[1] > 1} == {2}  # no larger batch has run since the start
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

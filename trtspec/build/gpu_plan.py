@@ -70,6 +70,8 @@ def gpu_memory(context: BuildContext, free: int) -> dict[str, int]:
         # CUDA graphs share a memory of their own, as large as the largest batch needs
         if context.of(role).cuda_graphs and has_uniform_graphs(step):
             parts["CUDA graphs"] += _launch_bytes(step, in_graphs)
+            if role == "target":  # next to it, the logits for the host
+                parts["CUDA graphs"] += in_graphs.rows * step.vocab_size * 4
             parts["attention scratch"] += scratch
     return {**parts, "margin": int(_MARGIN * free)}
 

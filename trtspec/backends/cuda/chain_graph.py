@@ -10,7 +10,16 @@ from torch import Tensor
 
 from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.cuda.executable import CudaExecutable, LaunchLimits
-from trtspec.backends.cuda.static_graph import BAN_COLUMNS, EVERY_KIND, GraphMemory, Kind, Region, StaticGraph, left_out
+from trtspec.backends.cuda.static_graph import (
+    BAN_COLUMNS,
+    EVERY_KIND,
+    CapturedGraphs,
+    GraphMemory,
+    Kind,
+    Region,
+    StaticGraph,
+    left_out,
+)
 from trtspec.backends.graph_io import INPUTS, graph_inputs
 from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.chain import Pass, run_chain
@@ -28,7 +37,7 @@ class ChainOnCuda:
 
     def __init__(self, draft: CudaExecutable, work: WorkQueue, limits: LaunchLimits, longest: int) -> None:
         self._draft, self._work, self._limits, self._longest = draft, work, limits, longest
-        self._captured: dict[tuple[int, int, int, Kind], StaticGraph] = {}
+        self._captured = CapturedGraphs()
         batch = limits.max_batch_size
         inputs, outputs = self._inputs(batch, limits.max_columns, EVERY_KIND), self._outputs(batch, longest)
         self._memory = GraphMemory(work, inputs.nbytes, outputs.nbytes)
@@ -38,27 +47,28 @@ class ChainOnCuda:
 
         The other graphs are captured on first use. report: is called with the number done and the total.
         """
-        todo = [(size, kind) for size in self._limits.buckets[::-1] for kind in self._draft.most_kinds]
-        for done, (size, kind) in enumerate(todo):
+        sizes, columns = self._limits.buckets[::-1], self._limits.least_columns
+        todo = [(size, columns, self._longest, kind) for size in sizes for kind in self._draft.most_kinds]
+        for done, one in enumerate(todo):
             report(done, len(todo))
-            self._graph(size, self._limits.least_columns, self._longest, kind)
+            self._captured[one] = self._capture(*one)
 
     def run_chain(self, inputs: StepInputs, num_tokens: int) -> Tensor | None:
-        """Run the chain and return its drafts [B, K]; None if requests ban more ids than graphs have columns for."""
+        """Run the chain and return its drafts [B, K]; None if no graph takes the batch.
+
+        Requests may ban more ids than graphs have columns for, or memory does not suffice for one more graph.
+        """
         batch, sampling = inputs.attn.batch_size, inputs.spec.sampling
         if sampling.ban_ids.shape[1] > BAN_COLUMNS:
             return None
         columns = self._limits.columns(inputs.attn.block_tables)
-        graph = self._graph(self._limits.bucket(batch), columns, num_tokens, self._draft.kind(sampling))
+        key = self._limits.bucket(batch), columns, num_tokens, self._draft.kind(sampling)
+        graph = self._captured.at_first_use(key, lambda: self._capture(*key))
+        if graph is None:
+            return None
         views = self._memory.replay(graph, graph_inputs(inputs, _INPUTS))
         self._work.mark().wait()
         return views["drafts"][:batch].clone()
-
-    def _graph(self, batch: int, columns: int, num_tokens: int, kind: Kind) -> StaticGraph:
-        key = (batch, columns, num_tokens, kind)
-        if key not in self._captured:
-            self._captured[key] = self._capture(*key)
-        return self._captured[key]
 
     def _capture(self, batch: int, columns: int, num_tokens: int, kind: Kind) -> StaticGraph:
         unused = left_out(kind, _SAMPLING, batch, self._work.device)

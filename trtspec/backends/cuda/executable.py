@@ -27,6 +27,7 @@ from trtspec.backends.cuda.static_graph import (
     BAN_COLUMNS,
     CARRY,
     EVERY_KIND,
+    CapturedGraphs,
     GraphMemory,
     Kind,
     Parts,
@@ -112,12 +113,12 @@ class CudaExecutable(CompiledExecutable):
         self._work, self._limits = work, limits
         super().__init__(compiled, folder, kv)
         self._width = max(compiled.draft_lens) + 1  # number of tokens kept for each request
-        self._captured: dict[tuple[int, int, int, Kind], StaticGraph] = {}
+        self._captured = CapturedGraphs()
         taken = {name for graph in self._graphs if graph.uniform for name in graph.names}
         most = self._width - 1, limits.buckets[-1]
         largest = self._input_region(*most, limits.max_columns, EVERY_KIND | {"masks"}, taken)
         given = self._output_region(*most)
-        self._memory = GraphMemory(work, largest.nbytes, given.nbytes)
+        self._memory = GraphMemory(work, largest.nbytes, given.nbytes, limits.buckets[-1] * self._width)
         device = work.device
         # next_new_tokens, next_draft_parents and next_kv_lens of the last launch
         shape = limits.max_batch_size, self._width - 1
@@ -140,8 +141,10 @@ class CudaExecutable(CompiledExecutable):
         kind = self._kind_of_batch(spec) if graph.uniform else None
         if kind is not None:
             columns = self._limits.columns(tensors[graph.names.index("block_tables")])
-            captured = self._graph(graph, self._limits.bucket(spec.batch_size), columns, kind)
-            return self._replay(captured, graph, tensors, carry, spec)
+            key = graph, self._limits.bucket(spec.batch_size), columns, kind
+            captured = self._captured.at_first_use(key, lambda: self._capture(*key))
+            if captured is not None:
+                return self._replay(captured, graph, tensors, carry, spec)
         read = graph.read(inputs)
         kind = self.kind(spec.sampling) | {"constraints", "masks"}
         tensors = [
@@ -165,7 +168,7 @@ class CudaExecutable(CompiledExecutable):
         todo = [(graph, size, columns, kind) for graph in uniform for size in sizes for kind in self.most_kinds]
         for done, one in enumerate(todo):
             report(done, len(todo))
-            self._graph(*one)
+            self._captured[one] = self._capture(*one)
 
     # -- a step as a CUDA graph ---------------------------------------------------------------------------------------
 
@@ -206,12 +209,6 @@ class CudaExecutable(CompiledExecutable):
                 row = OUTPUTS[name]
                 parts[name] = tuple(sizes[dim] for dim in row.dims), cast("torch.dtype", row.dtype)
         return Region(parts)
-
-    def _graph(self, graph: LoadedGraph, batch: int, columns: int, kind: Kind) -> StaticGraph:
-        key = (graph.draft_len, batch, columns, kind)
-        if key not in self._captured:
-            self._captured[key] = self._capture(graph, batch, columns, kind)
-        return self._captured[key]
 
     def _capture(self, graph: LoadedGraph, batch: int, columns: int, kind: Kind) -> StaticGraph:
         inputs = self._input_region(graph.draft_len, batch, columns, kind, graph.names)

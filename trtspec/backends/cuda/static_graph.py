@@ -4,12 +4,15 @@ A graph works on the same memory every time. Its inputs lie next to each other i
 copy brings all of them there. Its outputs lie in a second region, and one copy takes all of them away. Graphs that
 never run at the same time share both regions. The host has two regions for inputs and two for outputs, which alternate:
 one is for the launch in flight, the other for the next launch.
+
+Logits are too large for a region. They have memory of their own on the device, which all graphs share too.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -19,6 +22,9 @@ from torch import Tensor
 from trtspec.backends.cuda.device import WorkQueue
 from trtspec.backends.graph_io import INPUTS, GraphInput, User
 from trtspec.core import SamplingTensors
+from trtspec.errors import CapacityError
+
+logger = logging.getLogger(__name__)
 
 CARRY = {
     "carry_tokens": GraphInput("carry_tokens", ("T",), torch.int64, fill=-1),
@@ -104,11 +110,34 @@ class StaticGraph:
     replay: Callable[[], None]
 
 
-class GraphMemory:
-    """Memory that graphs share. in_bytes and out_bytes: the largest size of a graph's inputs and outputs."""
+class CapturedGraphs(dict[Hashable, StaticGraph]):
+    """Captured graphs, by what tells them apart."""
 
-    def __init__(self, work: WorkQueue, in_bytes: int, out_bytes: int) -> None:
-        self._work = work
+    def __init__(self) -> None:
+        super().__init__()
+        self._too_large: set[Hashable] = set()
+
+    def at_first_use(self, key: Hashable, capture: Callable[[], StaticGraph]) -> StaticGraph | None:
+        """Return a graph, captured if it is new; None, from then on, if the device's memory did not suffice for it."""
+        if key not in self and key not in self._too_large:
+            try:
+                self[key] = capture()
+            except CapacityError as error:
+                self._too_large.add(key)
+                logger.warning("steps of one more kind run kernel by kernel, without a CUDA graph: %s", error)
+        return self.get(key)
+
+
+class GraphMemory:
+    """Memory that graphs share.
+
+    in_bytes and out_bytes: the largest size of a graph's inputs and outputs. most_rows: the most rows of a large
+    output. The first graph that has the output allocates its memory.
+    """
+
+    def __init__(self, work: WorkQueue, in_bytes: int, out_bytes: int, most_rows: int = 0) -> None:
+        self._work, self._most_rows = work, most_rows
+        self._large: dict[str, Tensor] = {}
         self._staging, self._readback = ([work.pinned(size) for _ in range(2)] for size in (in_bytes, out_bytes))
         self._slot = 0
         self._inputs_there, self._outputs_there = (
@@ -137,13 +166,19 @@ class GraphMemory:
                 if name in given:
                     given[name].copy_(tensor)
                 else:
-                    large[name] = tensor
+                    large[name] = self._shared(name, tensor).copy_(tensor)
 
         _fill(staged[0], width, {})
         self._work.submit(bring)
         replay = self._work.capture(run)
         self._work.mark().wait()
         return StaticGraph(width, inputs.nbytes, outputs.nbytes, staged, host_outputs, large, replay)
+
+    def _shared(self, name: str, like: Tensor) -> Tensor:
+        """Return the shared memory of a large output, with the shape of `like`."""
+        if name not in self._large:  # so in a run before a capture: what a capture allocates is its graph's alone
+            self._large[name] = like.new_empty(self._most_rows, *like.shape[1:])
+        return self._large[name][: len(like)]
 
     def replay(
         self, graph: StaticGraph, tensors: Mapping[str, Tensor], copies: dict[str, Tensor] | None = None
