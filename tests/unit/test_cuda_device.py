@@ -5,6 +5,7 @@ Every tensor of a step is on the device of the step's inputs. Without a usable G
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,6 +201,28 @@ def test_this_build_of_torch_has_no_gpu() -> None:
         pytest.skip("it may have one")
     with pytest.raises(DependencyError, match="built without CUDA"):
         device.open_gpu()
+
+
+def test_memory_of_engines_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is free only once Python has collected the engine, and torch has returned what it keeps."""
+
+    class Engine:
+        def __init__(self) -> None:
+            self.me = self
+
+    held, there = {"free": 1, "kept": 0, "in use": 4}, Engine()
+
+    def collected() -> None:
+        held["kept"], held["in use"] = held["in use"], 0
+
+    def empty_cache() -> None:
+        held["free"], held["kept"] = held["free"] + held["kept"], 0
+
+    weakref.finalize(there, collected)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (held["free"], 9))
+    del there
+    assert device.free_memory(META) == 5
 
 
 @pytest.mark.parametrize(

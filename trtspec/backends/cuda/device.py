@@ -188,7 +188,9 @@ def open_gpu() -> torch.device:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of the GPU's memory that are free."""
+    """Bytes of the GPU's memory that are free, after torch has returned what it kept of engines that are gone."""
+    gc.collect()
+    torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 
