@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.checkpoints import make_checkpoint
 from tests.head_checkpoints import make_eagle3
+from trtspec import LLM
 from trtspec.backends.cuda import aoti, device
 from trtspec.backends.cuda.chain_graph import chain_step
 from trtspec.backends.export import GraphStep, example_for, moved
@@ -201,6 +202,16 @@ def test_this_build_of_torch_has_no_gpu() -> None:
         pytest.skip("it may have one")
     with pytest.raises(DependencyError, match="built without CUDA"):
         device.open_gpu()
+
+
+def test_a_gpu_without_kernels_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """References do not serve for want of a plugin, only where they are asked for."""
+    monkeypatch.delenv("TRTSPEC_PLUGINS", raising=False)
+    monkeypatch.setattr("trtspec.build.wiring.open_gpu", lambda: torch.device("cuda", 0))
+    with pytest.raises(DependencyError, match="no kernels for GPUs are loaded for spec_attention_, packed_linear: "):
+        LLM(make_checkpoint(tmp_path, "llama"), backend="cuda")
+    monkeypatch.setenv("TRTSPEC_PLUGINS", "0")
+    device.require_kernels(torch.device("cuda", 0))
 
 
 def test_memory_of_engines_that_are_gone_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import logging
 from pathlib import Path
 from typing import cast
 
-from trtspec.backends.cuda.device import CudaQueue, free_memory, open_gpu
+from trtspec.backends.cuda.device import CudaQueue, free_memory, open_gpu, require_kernels
 from trtspec.backends.table import BACKENDS
 from trtspec.build.context import BuildContext, plan_context
 from trtspec.build.engine_folder import EngineFolder
@@ -90,6 +90,8 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     config, plugins = start.config, load_plugins()
     backend = BACKENDS[config.backend]
     gpu = open_gpu() if backend.torch_gpu else None
+    if gpu is not None:
+        require_kernels(gpu)
     context = plan_context(start.model, start.speculative, config, backend, backend.packs and "cpu" in plugins)
     mode, target, spec_plan = context.mode, context.target, context.spec_plan
     N = context.max_total_draft_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -14,6 +15,9 @@ from trtspec.errors import CapacityError, DependencyError, DeviceError, Unsuppor
 
 LEAST_CAPABILITY = (8, 0)
 """Least compute capability for the kernels, which need bf16 on tensor cores and asynchronous copies."""
+
+KERNELS = ("spec_attention_", "packed_linear")
+"""Ops that backend cuda runs by a plugin's kernels alone."""
 
 _WARM_UPS = 2  # runs before a capture; the first compiles kernels and allocates workspaces of libraries
 
@@ -185,6 +189,21 @@ def open_gpu() -> torch.device:
             f"{capability[1]}; install a torch build that serves it"
         )
     return device
+
+
+def require_kernels(device: torch.device) -> None:
+    """Raise DependencyError if loaded plugins have no kernels for a GPU, as the references' bits depend on the batch.
+
+    TRTSPEC_PLUGINS=0 in the environment asks for the references, for debugging.
+    """
+    if device.type != "cuda" or os.environ.get("TRTSPEC_PLUGINS") == "0":
+        return
+    missing = [op for op in KERNELS if not torch._C._dispatch_has_kernel_for_dispatch_key(f"trtspec::{op}", "CUDA")]
+    if missing:
+        raise DependencyError(
+            f"no kernels for GPUs are loaded for {', '.join(missing)}: pip install 'trtspec[triton]', and leave "
+            "TRTSPEC_PLUGINS unset or name triton in it, or use the backend aoti"
+        )
 
 
 def free_memory(device: torch.device) -> int:
