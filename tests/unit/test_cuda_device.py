@@ -261,6 +261,8 @@ def test_which_code_runs_where(capability: tuple[int, int], built_for: list[str]
     ("raised", "error", "says"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), CapacityError, "memory is full"),
+        (torch.AcceleratorError("CUDA error: out of memory"), CapacityError, "memory is full"),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), CapacityError, "memory is full"),
         (torch.AcceleratorError("CUDA error: an illegal memory access"), DeviceError, "illegal memory access"),
         (RuntimeError("shapes do not fit"), RuntimeError, "shapes do not fit"),
     ],

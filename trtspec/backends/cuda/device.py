@@ -150,12 +150,12 @@ def device_errors() -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise CapacityError(
-            f"the GPU's memory is full ({str(error).splitlines()[0]}); lower max_num_tokens, max_batch_size or "
-            "kv_cache_memory"
-        ) from error
     except RuntimeError as error:
+        if "CUDA" in str(error) and "out of memory" in str(error):  # of torch's allocator, CUDA itself or Triton
+            raise CapacityError(
+                f"the GPU's memory is full ({str(error).splitlines()[0]}); lower max_num_tokens, max_batch_size or "
+                "kv_cache_memory"
+            ) from error
         if "CUDA" not in str(error):
             raise
         raise DeviceError(
