@@ -125,6 +125,8 @@ LAUNCHES: dict[str, Callable[[], object]] = {
     "packed_linear-fp8-short-prompt": lambda: _linear("bf16", "fp8", 200, 4096, 6144),
     "packed_linear-fp8": lambda: _linear("bf16", "fp8", 4, 4096, 6144),
     "packed_linear-fp8-prompt": lambda: _linear("bf16", "fp8", 2048, 4096, 6144),
+    "packed_linear-fp32-fp8": lambda: _linear("fp32", "fp8", 4, 4096, 6144),
+    "packed_linear-fp32-fp8-prompt": lambda: _linear("fp32", "fp8", 2048, 4096, 6144),
     "packed_embedding-bf16": lambda: _embedding("bf16"),
     "silu_mul-bf16": lambda: elementwise.silu_mul(_of(torch.bfloat16, ROWS, 28672)),
     "rotate_heads-bf16": lambda: _rotate_heads("bf16"),

@@ -28,7 +28,7 @@ from trtspec.ops.packing import GROUP_SIZES, PANEL
 
 PLAIN, INT8, FP8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
-BLOCK_BYTES = 128  # bytes of a row of weights in a step: a cache line
+BLOCK_BYTES = 128  # bytes of a row of weights (fp8 with fp32 x: of x) in a step: a cache line
 COLUMNS = 64  # columns of a program of few rows
 PROGRAMS = 264  # wanted for few rows: two for each of the 132 multiprocessors of an H200
 LEAST_STEPS = 4  # steps of a piece: shorter pieces cost more to add than to sum
@@ -234,8 +234,8 @@ def many_options(dtype: torch.dtype, layout: int, columns: int, split: bool) -> 
 
     Of those tried on an H100 with matrices of 8B parameters, these were the fastest that keep all sums in registers.
     """
-    if dtype == torch.float32:
-        return {"num_warps": 4, "num_stages": 3}
+    if dtype == torch.float32:  # fp8, which becomes fp32 in registers, leaves no room there for later steps
+        return {"num_warps": 4, "num_stages": 1 if layout == FP8.value else 3}
     if columns == 64:
         return {"num_warps": 4, "num_stages": 3 if layout == FP8.value else 4}
     return {"num_warps": 8 if split or layout == FP8.value else 4, "num_stages": 3}
@@ -254,7 +254,8 @@ def _launch(
 ) -> None:
     """Multiply x [T, K], as the layout wants it, with weight [N, K] or panels (fp8: as bytes), into out [T, N]."""
     (T, K), N = x.shape, out.shape[1]
-    block_k = BLOCK_BYTES // weight.element_size()
+    # With as many inputs of fp32 as a line has fp8, a step would need more registers and shared memory than there are.
+    block_k = BLOCK_BYTES // (4 if x.dtype == torch.float32 else weight.element_size())
     piece_steps = pieces(N, K, block_k)
     count = triton.cdiv(triton.cdiv(K, block_k), piece_steps)
     nothing = x  # stands for a pointer that the kernel does not use

@@ -29,8 +29,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = [
     (name, "sm_90a")
     for name in LAUNCHES
-    if name.endswith(("-tree", "-bf16", "-fp8", "-int8", "process_logits", "-own-ids", "accept", "-l4"))
-    and "fp32" not in name
+    if name == "packed_linear-fp32-fp8-prompt"
+    or (
+        "fp32" not in name
+        and name.endswith(("-tree", "-bf16", "-fp8", "-int8", "process_logits", "-own-ids", "accept", "-l4"))
+    )
 ]
 REST = [
     (name, architecture) for name in LAUNCHES for architecture in ARCHITECTURES if (name, architecture) not in QUICK

@@ -179,9 +179,10 @@ def test_pieces_are_added_in_order_whatever_the_rows(dtype: torch.dtype) -> None
             assert torch.equal(torch.cat([multiply(row) for row in x[:5].split(1)]), in_order[:5])
 
 
+@pytest.mark.parametrize("dtype", EPSILON, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_number_of_pieces_follows_from_the_matrix(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of pieces follows from N and K: a launch of any number of rows passes nothing else."""
+def test_pieces_follow_from_the_matrix(layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of pieces follows from N, K and dtypes: a launch of any number of rows passes nothing else."""
     asked = []
 
     def pieces(*arguments: int) -> int:
@@ -189,10 +190,10 @@ def test_the_number_of_pieces_follows_from_the_matrix(layout: str, monkeypatch: 
         return 2
 
     monkeypatch.setattr(linear, "pieces", pieces)
-    layer = Layer(layout, torch.float16, 40, 600)
+    layer = Layer(layout, dtype, 40, 600)
     for rows in (1, 40):
-        layer(random_rows(torch.float16, rows, layer.depth))
-    block = 64 if layout == "plain" else 128
+        layer(random_rows(dtype, rows, layer.depth))
+    block = 32 if layout != "int8" and dtype == torch.float32 else 64 if layout == "plain" else 128
     assert asked == ([] if layout in GROUPS else [(40, 600, block)] * 2)
 
 
