@@ -6,6 +6,8 @@ Every tensor of a step is on the device of the step's inputs. Without a usable G
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +273,32 @@ def test_errors_of_the_device(raised: Exception, error: type[Exception], says: s
     with pytest.raises(error, match=says) as caught, device.device_errors():
         raise raised
     assert type(caught.value) is error
+
+
+def test_a_graph_is_captured_on_the_queue_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread's current GPU is the queue's before torch begins a capture, whatever it was."""
+    current = [0]
+
+    @contextmanager
+    def on(gpu: torch.device) -> Iterator[None]:
+        current.append(gpu.index)
+        yield
+        current.pop()
+
+    @contextmanager
+    def capturing(*_: object, **__: object) -> Iterator[None]:
+        assert current[-1] == 1
+        yield
+
+    graph = SimpleNamespace(pool=lambda: (0, 1), replay=lambda: None)
+    for name, there in {"device": on, "graph": capturing, "CUDAGraph": lambda: graph}.items():
+        monkeypatch.setattr(torch.cuda, name, there)
+    monkeypatch.setattr(device.CudaQueue, "submit", lambda self, work: work())
+    monkeypatch.setattr(device.CudaQueue, "mark", lambda self: SimpleNamespace(wait=lambda: None))
+    queue = device.CudaQueue.__new__(device.CudaQueue)
+    queue.device, queue._stream, queue._pool = torch.device("cuda", 1), None, None
+    assert queue.capture(lambda: None) is graph.replay
+    assert current == [0]
 
 
 def test_a_torch_that_crashes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

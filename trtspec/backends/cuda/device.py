@@ -96,6 +96,7 @@ class CudaQueue:
         with (
             device_errors(),
             _no_garbage_collection(),
+            torch.cuda.device(self.device),  # torch waits for the thread's current GPU, which may be another
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
             work()
