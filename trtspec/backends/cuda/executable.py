@@ -234,9 +234,10 @@ class CudaExecutable(CompiledExecutable):
 
         self._work.submit(keep)
         outputs = self._output_region(graph.draft_len, batch)
-        captured = self._memory.capture(inputs, outputs, graph.draft_len + 1, step)
-        self._work.submit(put_back)
-        return captured
+        try:
+            return self._memory.capture(inputs, outputs, graph.draft_len + 1, step)
+        finally:  # the next step reads them, if this capture fails, too
+            self._work.submit(put_back)
 
     def _replay(
         self, captured: StaticGraph, graph: LoadedGraph, tensors: list[Tensor], carry: Carry | None, spec: SpecMetadata
