@@ -3,6 +3,7 @@
     python benchmarks/adaptive.py demo
     python benchmarks/adaptive.py assistant --clients 1 4 8 1 --fixed 1 3 --method eagle3 --repeats 7
     python benchmarks/adaptive.py demo --clients 1 8 --fixed 3 --disturbed 0.2 2.5
+    python benchmarks/adaptive.py assistant --clients 1 8 --fixed 3 --by-step --max-tokens 200
 
 A trace has two loads for each number of clients. In "code" they ask for code, greedily. In "random" the temperature is
 so high that text is hard to guess. `trtspec bench adaptive` is the same for any model, and trtspec/bench/adaptive.py
@@ -13,6 +14,9 @@ drafts, 0 included, that is best in that load. "null" is the lower quartile of p
 
 --disturbed adds engines that begin with wrong step times: what drafts add to a plain step is that many times as long.
 One of them corrects the times by those of its steps, as every engine does. The other one keeps them.
+
+--by-step instead lets engines take turns step by step, in whole batches of each number of clients, greedily (turns.py).
+Its table has the time of a token over plain decoding's, so less is better.
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ from benchmarks.peers.notes import origin
 from benchmarks.real.ours import speculation_of
 from benchmarks.real.prompts import prompts_of
 from benchmarks.steps.engines import Workshop
+from benchmarks.turns import run_turns
 from examples.demo.__main__ import PROMPTS
 from examples.demo.engines import HERE, TARGET
 from examples.smollm2.__main__ import model_folder
@@ -81,6 +86,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--disturbed", type=float, nargs="*", default=[], metavar="FACTOR", help="wrong step times")
+    parser.add_argument("--by-step", action="store_true", help="engines take turns step by step")
     parser.add_argument("--work", type=Path, default=Path("runs/adaptive"))
     parser.add_argument("--json", type=Path, help="raw rows")
     args = parser.parse_args()
@@ -122,18 +128,32 @@ def main() -> int:
             if args.model == "demo"
             else prompts_of("HumanEval", tokenizer, most)
         )
-        different = run_trace(engines, loads, asked, args.max_tokens, args.repeats, report)
+        if args.by_step:
+            found = [run_turns(engines, asked, B, args.max_tokens, args.repeats, report) for B in args.clients]
+            rows, different = [row for own, _ in found for row in own], set().union(*(names for _, names in found))
+        else:
+            different = run_trace(engines, loads, asked, args.max_tokens, args.repeats, report)
+            rows = [summary(load, [f"K = {K}" for K in args.fixed], list(disturbed)) for load in loads]
         cells = chooser_of(engines["auto"]).costs.to_json()
-    rows = [summary(load, [f"K = {K}" for K in args.fixed], list(disturbed)) for load in loads]
-    show(rows)
+    (show_turns if args.by_step else show)(rows)
     facts = {"kernels": load_plugins().get("cpu", "reference"), **origin("benchmarks/adaptive.py", sys.argv[1:])}
     print("\n" + "\n".join(f"- {name}: {value}" for name, value in facts.items()))
     if args.json:
-        rows = [{**row, "speeds": load.speeds} for row, load in zip(rows, loads, strict=True)]
+        if not args.by_step:
+            rows = [{**row, "speeds": load.speeds} for row, load in zip(rows, loads, strict=True)]
         args.json.write_text(json.dumps({**facts, "rows": rows, "step_times": cells}, indent=1) + "\n")
     for name in sorted(different):
         print(f"the text of {name} differs from plain decoding: that is a bug", file=sys.stderr)
     return 1 if different else 0
+
+
+def show_turns(rows: Sequence[dict[str, Any]]) -> None:
+    """Print a row for each engine and number of clients."""
+    print("| clients | engine | time of a token / plain's | host, ms a step | steps |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        cells = str(row["batch"]), row["engine"], f"{row['token_over_plain']:.3f}", f"{row['host_ms']:.2f}"
+        print(f"| {' | '.join(cells)} | {row['steps']} |")
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

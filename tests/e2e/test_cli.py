@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from benchmarks.turns import run_turns
 from examples.demo.__main__ import Mode, table
 from trtspec import LLM, SamplingParams
 from trtspec.bench import adaptive
@@ -271,3 +272,15 @@ def test_errors_are_one_line_and_status_1(
     assert words in err
     assert err.startswith("trtspec: ")
     assert len(err.strip().splitlines()) == 1
+
+
+def test_engines_take_turns_step_by_step() -> None:
+    """Steps with prompts and last steps do not count. A drafter that is always right halves the number of steps."""
+    prompts = [[1, 2, 3, 4], [5, 6, 7]]
+    speculation = {"method": "draft_model", "model": TARGET, "num_speculative_tokens": 1}
+    with LLM(TARGET, backend="eager") as plain, LLM(TARGET, speculation, backend="eager") as drafting:
+        rows, different = run_turns({"plain": plain, "drafts": drafting}, prompts, 2, 9, 3, lambda what: None)
+    assert not different
+    assert [(row["batch"], row["engine"], row["steps"]) for row in rows] == [(2, "plain", 21), (2, "drafts", 9)]
+    assert rows[0]["token_over_plain"] == 1
+    assert all(row["host_ms"] > 0 and row["token_over_plain"] > 0 for row in rows)
