@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import processors
 
 from tests.checkpoints import make_checkpoint
+from tests.e2e.tiny import EOS, add_tokenizer
 from trtspec import LLM
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.models.weights import load_decoder
+from trtspec.train import run_data
 from trtspec.train.generate import continue_windows
 from trtspec.train.regenerate import Manner, Speaker, forget
 
@@ -56,3 +61,17 @@ def test_words_are_greedy_and_made_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(asked) == 7
     forget(tmp_path / "pieces")
     assert not (tmp_path / "pieces").exists()
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_prompts_cut_from_text_begin_as_the_engine_s_do(tmp_path: Path, bos: bool) -> None:
+    add_tokenizer(tmp_path)
+    if bos:
+        backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        backend.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", EOS)])
+        backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("abcd" * 40)
+    options = SimpleNamespace(held_out=tmp_path / "text", target=tmp_path)
+    prompts = run_data._cut_prompts(options, 200)  # type: ignore[arg-type]
+    assert {len(prompt) for prompt in prompts} == {run_data.PROMPT_LEN}
+    assert all((prompt[0] == EOS) == bos and EOS not in prompt[1:] for prompt in prompts)

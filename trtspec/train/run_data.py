@@ -145,7 +145,7 @@ def _texts(options: HeadOptions, config: ModelConfig, speaker: Speaker) -> tuple
 def _continuations(options: HeadOptions, tokens: Tokens, speaker: Speaker) -> Tokens:
     """Return prompts cut from the data with the target's outputs after them, [count, length]; made once.
 
-    Prompts have 64 tokens, or seq_len if that is less.
+    Prompts have 64 tokens, or seq_len if that is less. They begin as the tokenizer begins texts.
     """
     file = options.run / "regenerated.npy"
     if not file.is_file():
@@ -158,7 +158,9 @@ def _continuations(options: HeadOptions, tokens: Tokens, speaker: Speaker) -> To
             )
         rng = np.random.default_rng([options.seed, prompt_len])
         chosen = rng.permutation(len(tokens) // prompt_len)[:count]
-        prompts = [tokens[start * prompt_len : (start + 1) * prompt_len].tolist() for start in chosen]
+        opening = _opening(options.target)
+        length = prompt_len - len(opening)
+        prompts = [[*opening, *tokens[start * prompt_len :][:length].tolist()] for start in chosen]
         manner = Manner(options.regenerate_temperature, options.seed, ignore_eos=True)
         words = speaker.say("texts", prompts, [manner.params(options.regenerate_len, i) for i in range(count)])
         rows = [[*prompt, *one.ids] for prompt, one in zip(prompts, words, strict=True)]
@@ -220,7 +222,7 @@ def _first_turns(options: HeadOptions) -> list[list[int]]:
 
 
 def _cut_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
-    """Return prompts of 64 tokens each, cut from held-out text."""
+    """Return prompts of 64 tokens each, cut from held-out text, which begin as the tokenizer begins texts."""
     assert options.held_out is not None
     tokens = _tokens_of(options.held_out, options.target, vocab_size)
     count = min(_HELD_OUT, len(tokens) // PROMPT_LEN)
@@ -229,7 +231,18 @@ def _cut_prompts(options: HeadOptions, vocab_size: int) -> list[list[int]]:
             f"held_out={options.held_out} holds {len(tokens)} tokens, less than one prompt of {PROMPT_LEN}; use more"
         )
     starts = np.linspace(0, len(tokens) - PROMPT_LEN, count).astype(int)
-    return [tokens[start : start + PROMPT_LEN].tolist() for start in starts]
+    opening = _opening(options.target)
+    length = PROMPT_LEN - len(opening)
+    return [[*opening, *tokens[start : start + length].tolist()] for start in starts]
+
+
+def _opening(target: Path) -> list[int]:
+    """Return the ids that the target's tokenizer puts before every text, such as BOS; none without a tokenizer."""
+    tokenizer = Tokenizer.from_folder(target)
+    if tokenizer is None:
+        return []
+    whole, text = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    return whole[: next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)]
 
 
 def _chat_tokenizer(target: Path) -> Tokenizer:
