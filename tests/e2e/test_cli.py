@@ -27,6 +27,7 @@ from trtspec.interop.reading import read_speculative_config
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 TARGET, DRAFT = str(DEMO / "target"), str(DEMO / "draft")
+NO_TEXT = str(DEMO / "target" / "model.safetensors")
 PROMPT = "import os\n\ndef main():\n"
 
 
@@ -248,6 +249,10 @@ def test_code_prompts_come_from_a_given_folder(capsys: pytest.CaptureFixture[str
     status, _, err = run(capsys, "bench", "decode", "--model", TARGET, *shape, "--batch", "2")
     assert status == 1
     assert "only 1 texts of 32 tokens for --batch 2" in err
+    (tmp_path / "one.jsonl").write_text('{"prompt": "x"}\n')
+    status, _, err = run(capsys, "bench", "decode", TARGET, "--prompts", str(tmp_path / "one.jsonl"), "--batch", "2")
+    assert status == 1
+    assert "one.jsonl has 1 prompts for --batch 2" in err
 
 
 @pytest.mark.parametrize(
@@ -261,7 +266,12 @@ def test_code_prompts_come_from_a_given_folder(capsys: pytest.CaptureFixture[str
         (("generate", "--model", TARGET, "--prompt", "x", "--spec", '{"metod": "ngram"}'), "metod"),
         (("generate", "--model", TARGET, "--prompt", "x", "--spec", "[1]"), "No such file"),
         (("generate", "--model", TARGET, "--prompt", "x", "--spec-method", "eagle3", "--spec-tokens", "1"), "model"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--spec", '{"a":' + "[" * 10**5), "neither a JSON object"),
+        (("generate", "--model", TARGET, "--prompt", "x", "--spec", NO_TEXT), "neither a JSON object nor a file"),
+        (("generate", "--model", TARGET, "--prompt-file", NO_TEXT), "no text in UTF-8"),
         (("bench", "decode", "--model", TARGET, "--batch", "0"), "--batch"),
+        (("bench", "decode", "--model", TARGET, "--output-len", "1"), "output_len = 1 times no step"),
+        (("bench", "decode", "--model", TARGET, "--output-len", "1", "--profile"), "output_len = 1 times no step"),
     ],
 )
 def test_errors_are_one_line_and_status_1(

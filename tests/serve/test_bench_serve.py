@@ -148,11 +148,16 @@ def test_it_measures_the_server(server: Server, tmp_path: Path, capsys: pytest.C
 
 
 def test_what_cannot_be_measured_is_said(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 1
-    assert "gives no model" in capsys.readouterr().err
+    for url in ("http://127.0.0.1:9", "http://no name"):
+        assert main(["bench", "serve", "--url", url]) == 1
+        assert "gives no model" in capsys.readouterr().err
+    for url in ("localhost", "localhost:9", "http://h:1/v1", "http://h:port", "http://é..x", "http://"):
+        assert main(["bench", "serve", "--url", url, "--served-name", "x", "--num-requests", "1"]) == 1
+        assert f"--url '{url}' is no address of a server; give http://host:port" in capsys.readouterr().err
     assert main(["bench", "serve", "--url", server.url, "--rate", "0"]) == 1
     assert "--rate" in capsys.readouterr().err
-    assert main(["bench", "serve", "--url", server.url, "--fields", "[1"]) == 1
-    assert "--fields" in capsys.readouterr().err
+    for fields in ("[1", "[" * 10**5):
+        assert main(["bench", "serve", "--url", server.url, "--fields", fields]) == 1
+        assert "--fields" in capsys.readouterr().err
     assert main(["bench", "serve", "--url", server.url, "--num-requests", "1", "--fields", '{"q": 1}']) == 1
     assert "unknown field 'q'" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_what_a_build_raises_goes_on_and_leaves_nothing(cache: Cache) -> None:
     cache.get(KEYS[0], {}, build).release()
 
 
-@pytest.mark.parametrize("size", ["0", "-1", "many", "nan", "inf"])
+@pytest.mark.parametrize("size", ["0", "-1", "many", "nan", "inf", "1e300"])
 def test_a_bound_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, size: str) -> None:
     monkeypatch.setenv("TRTSPEC_CACHE", "somewhere")
     monkeypatch.setenv("TRTSPEC_CACHE_GB", size)
@@ -163,8 +163,9 @@ def test_the_command_lists_prunes_and_clears(
     assert (row[-1], other[-1], other[1]) == ("yes", "no", "plain,")
     assert main(["cache", "prune"]) == 0
     assert "0 removed, 2 left, 1 of them in use" in capsys.readouterr().out
-    assert main(["cache", "prune", "--gb", "-1"]) == 1
-    assert "--gb -1.0 is no size; give gigabytes, 0 or more" in capsys.readouterr().err
+    for size in ("-1.0", "inf", "nan", "1e+300"):
+        assert main(["cache", "prune", "--gb", size]) == 1
+        assert f"--gb {size} is no size; give gigabytes, 0 or more" in capsys.readouterr().err
     assert main(["cache", "clear"]) == 0
     assert "1 removed, 1 left, 1 of them in use" in capsys.readouterr().out
     used.release()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import trtspec
+from trtspec.errors import RequestError
 from trtspec.llm import LLM
 from trtspec.outputs import SpeculationStats, or_none
 from trtspec.sampling_params import SamplingParams
@@ -70,6 +71,13 @@ def decode_once(llm: LLM, prompts: Sequence[Sequence[int]], params: SamplingPara
     return run
 
 
+def greedy(output_len: int) -> SamplingParams:
+    """Return the sampling of runs whose generation steps are timed. RequestError unless there is such a step."""
+    if output_len < 2:
+        raise RequestError(f"output_len = {output_len} times no step, as the prompt's gives a token; give 2 or more")
+    return SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+
+
 def bench_decode(
     model: str | Path,
     speculative_config: Any,
@@ -99,7 +107,7 @@ def bench_decode(
       checkpoint starts for the first time.
     - peak_rss_bytes; versions.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    params = greedy(output_len)
     options = {"max_batch_size": max(len(prompts), 1), **engine_options}
     progress("loading; a checkpoint is compiled at its first start")
     start = time.perf_counter()

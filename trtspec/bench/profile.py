@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trtspec.bench.decode import versions
+from trtspec.bench.decode import greedy, versions
 from trtspec.bench.phases import phases_of_loop
 from trtspec.engine.core import EngineCore
 from trtspec.llm import LLM
@@ -100,7 +100,7 @@ def profile_decode(
 
     The wrappers themselves cost a few microseconds.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+    params = greedy(output_len)
     llm = LLM(model, speculative_config, **{"max_batch_size": max(len(prompts), 1), **engine_options})
     _steps(llm.engine, prompts, params)
     steps = _steps(llm.engine, prompts, params)

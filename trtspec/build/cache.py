@@ -89,7 +89,7 @@ class Cache:
             size = float(said)
         except ValueError:
             size = math.nan
-        if not 0 < size < math.inf:
+        if not 0 < size * 1e9 < math.inf:
             raise ConfigError(f"{SIZE_VARIABLE} = {said!r} is no size; set it to gigabytes, such as {GIGABYTES:g}")
         return cls(folder, int(size * 1e9))
 

@@ -202,8 +202,12 @@ def _write_json(namespace: argparse.Namespace, result: dict[str, Any]) -> None:
 
 def run(namespace: argparse.Namespace) -> int:
     """Measure, print a table, write the JSON file."""
-    _check_positive(namespace, "batch", "input_len", "output_len", "repeats")
+    _check_positive(namespace, "batch", "input_len", "repeats")
     prompts = make_prompts(namespace)
+    if len(prompts) < namespace.batch:
+        raise RequestError(
+            f"{namespace.prompts} has {len(prompts)} prompts for --batch {namespace.batch}; give more, or lower --batch"
+        )
     console = Console(stderr=True)
     options = {"max_batch_size": namespace.batch, **engine_options(namespace)}
     if namespace.profile:

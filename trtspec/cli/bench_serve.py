@@ -6,10 +6,11 @@ import argparse
 import asyncio
 import json
 import random
-import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rich.console import Console
 from rich.progress import Progress
@@ -59,12 +60,13 @@ def run(namespace: argparse.Namespace) -> int:
     if namespace.num_requests < 1:
         raise RequestError(f"--num-requests = {namespace.num_requests} must be 1 or more")
     fields = _fields(namespace)
-    model = namespace.served_name or served_model(namespace.url, namespace.api_key)
+    url = _address(namespace.url)
+    model = namespace.served_name or served_model(url, namespace.api_key)
     prompts = make_prompts(namespace.dataset, namespace.num_requests, namespace.input_chars, namespace.seed)
     asks = arrivals(prompts, namespace.output_len, namespace.rate, namespace.seed)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("requests", total=len(asks))
-        clients = run_clients(namespace.url, model, asks, fields, namespace.api_key, lambda: progress.advance(task))
+        clients = run_clients(url, model, asks, fields, namespace.api_key, lambda: progress.advance(task))
         told = asyncio.run(clients)
     slo = {"ttft": namespace.slo_ttft, "tpot": namespace.slo_tpot}
     objective = Objective(*(None if ms is None else ms / 1000 for ms in slo.values()))
@@ -105,7 +107,7 @@ def served_model(url: str, api_key: str | None) -> str:
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
         raise RequestError(f"{url}/v1/models gives no model ({error}); check --url and --api-key") from error
 
 
@@ -128,10 +130,23 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"failed: {error}", style="red", markup=False)
 
 
+def _address(url: str) -> str:
+    """Return the URL of a server without a slash at its end. RequestError if it has a path, or no host."""
+    try:
+        parts = urlsplit(url)
+        named = (parts.hostname or "").encode("idna")
+        usable = parts.scheme in ("http", "https") and named and parts.port != 0
+    except ValueError:  # of a port that is no number, or a name that none can have
+        usable = False
+    if not usable or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise RequestError(f"--url {url!r} is no address of a server; give http://host:port, without a path")
+    return url.rstrip("/")
+
+
 def _fields(namespace: argparse.Namespace) -> dict[str, Any]:
     try:
         fields = json.loads(namespace.fields)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"--fields is no JSON ({error})") from error
     if not isinstance(fields, dict):
         raise RequestError(f"--fields is a {type(fields).__name__}; give a JSON object")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,7 @@ def run(namespace: argparse.Namespace) -> int:
 
 def run_prune(namespace: argparse.Namespace) -> int:
     """Remove the least recently used engines."""
-    if namespace.gb is not None and not namespace.gb >= 0:
+    if namespace.gb is not None and not 0 <= namespace.gb * 1e9 < math.inf:
         raise ConfigError(f"--gb {namespace.gb} is no size; give gigabytes, 0 or more")
     return _remove(None if namespace.gb is None else int(namespace.gb * 1e9))
 

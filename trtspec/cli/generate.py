@@ -43,7 +43,7 @@ def run(namespace: argparse.Namespace) -> int:
     """Print the generated text; statistics go to stderr. Return 1 if a sample failed, else 0."""
     prompts: list[Prompt] = list(namespace.prompt)
     if namespace.prompt_file:
-        prompts.append(Path(namespace.prompt_file).read_text(encoding="utf-8"))
+        prompts.append(_text(namespace.prompt_file))
     if namespace.prompt_ids:
         prompts.append(_ids(namespace.prompt_ids))
     if namespace.show_drafts and namespace.json:
@@ -117,6 +117,13 @@ def _print(output: RequestOutput, as_json: bool) -> None:
         note = f"acceptance length {output.acceptance_length:.2f}, per position {shares}, "
         note += f"{output.tokens_per_step:.2f} tokens per step, {output.steps} steps"
         print(note, file=sys.stderr)
+
+
+def _text(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"--prompt-file {file!r} is no text in UTF-8 ({error}); convert it") from error
 
 
 def _ids(text: str) -> list[int]:

@@ -112,13 +112,13 @@ def speculative_config(namespace: argparse.Namespace) -> dict[str, Any] | None:
     if namespace.spec is None:
         return fields or None
     text = namespace.spec
-    if not text.lstrip().startswith("{"):
-        text = Path(text).read_text(encoding="utf-8")
     try:
+        if not text.lstrip().startswith("{"):
+            text = Path(text).read_text(encoding="utf-8")
         whole = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"--spec {namespace.spec!r} is neither a JSON object nor a file with one ({error})"
+            f"--spec {namespace.spec!r:.200} is neither a JSON object nor a file with one ({error})"
         ) from error
     if not isinstance(whole, dict):
         raise ConfigError(f"--spec {namespace.spec!r} holds a {type(whole).__name__}; give a JSON object")

@@ -13,7 +13,7 @@ def read_jsonl(path: Path) -> list[str]:
     """Return the "prompt" of every line, whole: --input-len does not cut it."""
     try:
         prompts = [json.loads(line)["prompt"] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise RequestError(f'{path}: every line must be a JSON object with a "prompt" ({error!r})') from error
     if not prompts or not all(isinstance(prompt, str) and prompt for prompt in prompts):
         raise RequestError(f"{path}: every prompt must be a text, and there must be one")
