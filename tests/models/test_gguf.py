@@ -22,10 +22,12 @@ from tests.gguf_files import write_gguf
 from tests.quantized_checkpoints import Kind
 from trtspec import LLM, SamplingParams
 from trtspec.build.convert import convert
+from trtspec.cli import main
 from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.errors import CheckpointError, UnsupportedError, WeightsError
 from trtspec.gguf.file import TENSOR_TYPES
 from trtspec.gguf.names import KEPT_BITS, hf_name
+from trtspec.hub import gguf_folder
 from trtspec.models.layers import weight_bytes
 from trtspec.models.weights import describe_decoder, hf_tensors, load_decoder, loaded_bytes
 from trtspec.ops.packing import unpack
@@ -189,12 +191,34 @@ def test_a_folder_is_kept_until_the_file_changes(tmp_path: Path) -> None:
     file = write_gguf(checkpoint, tmp_path / "model.gguf")
     first = ModelConfig.from_folder(file).path
     assert ModelConfig.from_folder(file).path == first
-    assert {path.name for path in first.iterdir()} == {"config.json", "generation_config.json", "model.gguf"}
+    assert {path.name for path in first.iterdir()} == {".lock", "config.json", "generation_config.json", "model.gguf"}
     write_gguf(make_checkpoint(tmp_path, "llama", name="other", num_hidden_layers=1), file)
     second = ModelConfig.from_folder(file)
     assert second.path != first
     assert second.num_layers == 1
     assert not list((tmp_path / "cache").glob("filling-*"))
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_folder_that_no_process_uses_is_evicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, older: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    file = write_gguf(make_checkpoint(tmp_path, "llama"), tmp_path / "model.gguf")
+    folder = ModelConfig.from_folder(file).path
+    assert main(["cache", "list"]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if str(file) in line)
+    assert "of a GGUF file" in row
+    assert row.split()[-1] == "yes"
+    assert main(["cache", "clear"]) == 0
+    assert "0 removed, 1 left, 1 of them in use" in capsys.readouterr().out
+    gguf_folder._folder.cache_clear()  # as when the process ends
+    if older:  # such folders had no lock
+        (folder / ".lock").unlink()
+    assert main(["cache", "clear"]) == 0
+    assert "1 removed, 0 left" in capsys.readouterr().out
+    assert (folder.exists(), file.exists()) == (False, True)
+    assert ModelConfig.from_folder(file).path == folder
 
 
 def test_without_a_cache_the_folder_is_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

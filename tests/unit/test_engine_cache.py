@@ -14,9 +14,9 @@ from trtspec.backends.table import USUAL_COMPILER
 from trtspec.build.cache import Cache
 from trtspec.build.cache_key import Digests, compiler
 from trtspec.build.engine_folder import FORMAT, file_facts, machine
-from trtspec.build.file_lock import FileLock
 from trtspec.cli import main
 from trtspec.errors import ConfigError
+from trtspec.hub.file_lock import FileLock
 
 KEYS = [str(i) * 24 for i in range(4)]
 WEIGHTS, GRAPHS = bytes(1000), bytes(10)

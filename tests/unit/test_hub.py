@@ -31,11 +31,12 @@ pytestmark = pytest.mark.slow
 ASK = """
 import json, sys
 from trtspec.errors import TrtSpecError
-from trtspec.hub.folders import checkpoint_folder
+from trtspec.hub.folders import checkpoint_folder, lasting_path
 try:
     folder = checkpoint_folder(sys.argv[1], revision=json.loads(sys.argv[2]))
+    path = lasting_path(sys.argv[1], revision=json.loads(sys.argv[2]))
     files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    print(json.dumps({"folder": str(folder), "files": files}))
+    print(json.dumps({"folder": str(folder), "files": files, "path": str(path)}))
 except TrtSpecError as error:
     print(json.dumps({"error": type(error).__name__, "says": str(error)}))
 """
@@ -199,7 +200,8 @@ def test_a_model_of_one_gguf_file_is_read_as_such(hub: Hub, tmp_path: Path) -> N
     config = json.dumps({"model_type": "llama"}).encode()
     hub.add("some/model", {"README.md": b"words", "tiny.gguf": file.read_bytes(), "config.json": config})
     found = ask(hub, tmp_path)
-    assert found["files"] == ["config.json", "generation_config.json", "model.gguf"]
+    assert found["files"] == [".lock", "config.json", "generation_config.json", "model.gguf"]
+    assert Path(found["path"]).name == "tiny.gguf"  # a repository for Triton names it
     hub.add("some/model", {"a.gguf": b"GGUF", "b.gguf": b"GGUF"})
     assert "has several GGUF files (a.gguf, b.gguf)" in ask(hub, tmp_path)["says"]
 

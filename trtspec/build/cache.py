@@ -3,12 +3,14 @@
     KEY/                an engine folder, which also contains:
         .lock           held, shared, by every process that runs the engine; its time of change is the last use
         cache.json      the facts that the key is the digest of, and the checkpoint that the engine was built from
+    gguf-*/             the folder for a GGUF file (hub/gguf_folder.py), with a .lock of the same meaning
     building-KEY/       an engine that is being built, or was when its process died
     removed-*/          an engine that is being removed
     KEY.lock            held by the process that builds KEY; contains that process's id
     index.json          the digests of cache_key.Digests
 
-Weights that are equal in several engines are one file with several names. The folder is bounded in bytes.
+Weights that are equal in several engines are one file with several names. The folder is bounded in bytes;
+folders for GGUF files count, and are evicted, as engines are.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from typing import Any
 from typing_extensions import Self
 
 from trtspec.build.engine_folder import EngineFolder
-from trtspec.build.file_lock import FileLock
 from trtspec.errors import CheckpointError, ConfigError
-from trtspec.hub.kept import FILLING, cache_folder, check_private, make_private
+from trtspec.gguf.folder import WEIGHTS
+from trtspec.hub.file_lock import FileLock
+from trtspec.hub.kept import FILLING, GGUF, LOCK, POLL, cache_folder, check_private, make_private
 
 logger = logging.getLogger(__name__)
 
 SIZE_VARIABLE = "TRTSPEC_CACHE_GB"
 GIGABYTES = 20.0
-"""Bound of all engines together, in units of 10^9 bytes, if SIZE_VARIABLE is not set."""
-_BUILDING, _REMOVED, _LOCK, _FACTS = "building-", "removed-", ".lock", "cache.json"
-_POLL = 0.05  # seconds between two attempts to lock
+"""Bound of all that is kept, in units of 10^9 bytes, if SIZE_VARIABLE is not set."""
+_BUILDING, _REMOVED, _FACTS = "building-", "removed-", "cache.json"
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Held:
 
 @dataclass(frozen=True)
 class Kept:
-    """The facts of an engine in the cache that are known without using it.
+    """The facts of an engine, or of a GGUF file's folder, that are known without using it.
 
-    size: bytes, shared weights included. last_used: seconds since 1970. facts: cache.json, empty if it cannot be read.
+    size: bytes, shared weights included. last_used: seconds since 1970. facts: cache.json, empty if it cannot be
+    read; of a GGUF file, the path.
     """
 
     path: Path
@@ -109,14 +112,14 @@ class Cache:
         while os.path.lexists(path):
             check_private(path)
             try:
-                lock = FileLock.acquire(path / _LOCK, shared=True, make=False)
+                lock = FileLock.acquire(path / LOCK, shared=True, make=False)
             except FileNotFoundError as error:
-                raise CheckpointError(f"engine {path}: {_LOCK} is missing; rebuild it") from error
+                raise CheckpointError(f"engine {path}: {LOCK} is missing; rebuild it") from error
             if lock is None:  # held for a moment, to evict the engine or to test its use
-                time.sleep(_POLL)
+                time.sleep(POLL)
                 continue
             try:
-                if not lock.is_on(path / _LOCK):
+                if not lock.is_on(path / LOCK):
                     continue
                 engine = EngineFolder.open(path)
                 if engine is None:
@@ -167,12 +170,12 @@ class Cache:
         self._remove(self.folder / key)
 
     def kept(self) -> list[Kept]:
-        """Engines of the cache, the least recently used first."""
+        """Engines and folders for GGUF files, the least recently used first."""
         found = []
         for path in self._paths():
             try:
-                last_used = (path / _LOCK).lstat().st_mtime
-                lock = FileLock.acquire(path / _LOCK, make=False)
+                lock = FileLock.acquire(path / LOCK, make=_is_gguf(path))  # older versions made none for GGUF files
+                last_used = (path / LOCK).lstat().st_mtime
             except OSError:
                 continue  # it was just removed
             if lock is not None:
@@ -181,20 +184,20 @@ class Cache:
         return sorted(found, key=lambda kept: kept.last_used)
 
     def size(self) -> int:
-        """Bytes of all engines; a file with several names counts once."""
+        """Bytes of all that is kept; a file with several names counts once."""
         return _size_of(*self._paths())
 
     def evict(self, limit: int | None = None) -> list[Path]:
-        """Remove engines, the least recently used first, and return their folders.
+        """Remove engines and folders for GGUF files, the least recently used first, and return their folders.
 
-        It ends when at most `limit` bytes are left (None: the cache's bound), or when all engines left are in use.
+        It ends when at most `limit` bytes are left (None: the cache's bound), or when all that is left is in use.
         """
         most, gone = self.limit if limit is None else limit, []
         for kept in self.kept():
             if self.size() <= most:
                 break
             try:
-                lock = FileLock.acquire(kept.path / _LOCK, make=False)
+                lock = FileLock.acquire(kept.path / LOCK, make=False)
             except OSError:
                 continue
             if lock is not None:
@@ -216,7 +219,7 @@ class Cache:
             if not told and time.monotonic() - since > 1.0:
                 told = True
                 wait(f"process {file.read_text() or '(unknown)'} compiles this engine; waiting for it")
-            time.sleep(_POLL)
+            time.sleep(POLL)
 
     def _built(self, key: str, facts: Mapping[str, Any], build: Callable[[Path], None]) -> Held:
         staging = self.folder / f"{_BUILDING}{key}"
@@ -225,7 +228,7 @@ class Cache:
             staging.mkdir(mode=0o700)
             build(made)
             (made / _FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-            lock = FileLock.acquire(made / _LOCK, shared=True)
+            lock = FileLock.acquire(made / LOCK, shared=True)
             assert lock is not None
             self._share_weights(made)
             made.chmod(0o700)
@@ -253,11 +256,12 @@ class Cache:
                     os.replace(link, file)
 
     def _paths(self) -> list[Path]:
-        """Folders of the engines."""
+        """Folders of the engines and for GGUF files."""
         try:
-            return [path for path in self.folder.iterdir() if (path / _LOCK).is_file() and "-" not in path.name]
+            paths = [*self.folder.iterdir()]
         except FileNotFoundError:
             return []
+        return [path for path in paths if _is_gguf(path) or ("-" not in path.name and (path / LOCK).is_file())]
 
     # -- what is left over --------------------------------------------------------------------------------------------
 
@@ -309,8 +313,14 @@ def _size_of(*folders: Path) -> int:
     return sum(sizes.values())
 
 
+def _is_gguf(path: Path) -> bool:
+    return path.name.startswith(GGUF)
+
+
 def _facts(engine: Path) -> Mapping[str, Any]:
     try:
+        if _is_gguf(engine):
+            return {"model": os.readlink(engine / WEIGHTS), "holds": "settings and tokenizer of a GGUF file"}
         data = json.loads((engine / _FACTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}

@@ -1,4 +1,4 @@
-"""`trtspec cache list | prune | clear`: the engines that were compiled for checkpoints."""
+"""`trtspec cache list | prune | clear`: the engines compiled for checkpoints, and what was read from GGUF files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def add_prune_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(namespace: argparse.Namespace) -> int:
-    """Print a row for each engine, the last used first."""
+    """Print a row for each engine and GGUF file, the last used first."""
     cache = _cache()
     table = Table("model", "mode", "options", "size", "last used", "in use", box=None)
     for kept in reversed(cache.kept()):
@@ -38,14 +38,14 @@ def run(namespace: argparse.Namespace) -> int:
 
 
 def run_prune(namespace: argparse.Namespace) -> int:
-    """Remove the least recently used engines."""
+    """Remove the engines and GGUF files' texts that were used longest ago."""
     if namespace.gb is not None and not 0 <= namespace.gb * 1e9 < math.inf:
         raise ConfigError(f"--gb {namespace.gb} is no size; give gigabytes, 0 or more")
     return _remove(None if namespace.gb is None else int(namespace.gb * 1e9))
 
 
 def run_clear(namespace: argparse.Namespace) -> int:
-    """Remove all engines that are not in use."""
+    """Remove all that is not in use."""
     return _remove(0)
 
 
@@ -71,7 +71,8 @@ def _row(kept: Kept) -> tuple[str, ...]:
     facts = kept.facts
     speculation: Mapping[str, Any] = facts.get("speculation") or {}
     lengths = ", ".join(map(str, speculation.get("draft_lens", ())))
-    mode = f"{speculation['mode']}, K = {lengths}" if speculation else "plain, and drafters of the host"
+    plain = facts.get("holds", "plain, and drafters of the host")
+    mode = f"{speculation['mode']}, K = {lengths}" if speculation else plain
     threshold = speculation.get("draft_confidence_threshold")
     mode += "" if threshold is None else f", threshold {threshold:g}"
     options = ", ".join(f"{name} {value}" for name, value in facts.get("options", {}).items() if value is not None)

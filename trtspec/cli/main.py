@@ -35,7 +35,7 @@ COMMANDS = (
     ),
     _Command("bench serve", "bench_serve", "latencies and goodput of an OpenAI-compatible server", False),
     _Command("convert", "convert", "write a Hugging Face folder of a GGUF file, or of another model", False),
-    _Command("cache list", "cache", "the engines that were compiled for checkpoints, and are kept", False),
+    _Command("cache list", "cache", "what is kept: engines compiled for checkpoints, and texts of GGUF files", False),
     _Command("cache prune", "cache", "remove those least recently used, down to a size", False,
         "add_prune_arguments", "run_prune",
     ),
@@ -49,7 +49,7 @@ COMMANDS = (
     _Command("triton-repo", "triton_repo", "write a model repository for Triton Inference Server", True),
     _Command("export-config", "export_config", "speculation as settings of TensorRT-LLM or vLLM", False),
 )  # fmt: skip
-GROUPS = {"bench": "measure", "cache": "compiled engines that are kept"}
+GROUPS = {"bench": "measure", "cache": "compiled engines and texts of GGUF files, which are kept"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,27 +19,29 @@ def checkpoint_folder(model: str | os.PathLike[str], role: str = "target", revis
     role: the model's name in errors ("target", "draft"). revision: only for a name on the Hub.
     Raises what `gguf_folder` and `snapshot` raise, and ConfigError for a revision of a model on this machine.
     """
+    found = lasting_path(model, role, revision)
+    return _of_gguf(found, role) if found.suffix == SUFFIX and found.is_file() else found
+
+
+def lasting_path(model: str | os.PathLike[str], role: str = "target", revision: str | None = None) -> Path:
+    """Path of a model as for `checkpoint_folder`, but a GGUF file is that file: the cache may evict its folder."""
     path, name = Path(model), os.fspath(model)
-    if path.is_dir():
-        found = path
-    elif path.is_file():
-        found = _of_gguf(path, role) if path.suffix == SUFFIX else path
-    elif isinstance(model, str) and HUB_NAME.fullmatch(name):
-        return _of_hub(name, role, revision)
-    else:
+    if path.is_dir() or path.is_file():
+        if revision is not None:
+            raise ConfigError(f"revision = {revision!r}, and {role} model {name!r} is on this machine; leave it unset")
         return path
-    if revision is not None:
-        raise ConfigError(f"revision = {revision!r}, and {role} model {name!r} is on this machine; leave it unset")
-    return found
+    if isinstance(model, str) and HUB_NAME.fullmatch(name):
+        return _of_hub(name, role, revision)
+    return path
 
 
 @functools.lru_cache(maxsize=64)
 def _of_hub(name: str, role: str, revision: str | None) -> Path:
-    """Folder of a name on the Hub; looked up once in a process, so that all its code sees the same commit."""
+    """Folder or GGUF file of a name on the Hub; looked up once in a process, so all its code sees the same commit."""
     folder = snapshot(name, role, revision)
     files = sorted(folder.glob(f"*{SUFFIX}"))
     # A repository of one GGUF file may have a config.json that lacks most fields. The file has them all.
-    return _of_gguf(files[0], role) if len(files) == 1 and not any(folder.glob("*.safetensors")) else folder
+    return files[0] if len(files) == 1 and not any(folder.glob("*.safetensors")) else folder
 
 
 def _of_gguf(file: Path, role: str) -> Path:

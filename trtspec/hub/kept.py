@@ -12,6 +12,14 @@ FOLDER_VARIABLE = "TRTSPEC_CACHE"
 OFF = "off"
 FILLING = "filling-"
 """Prefix of folders that a process fills; who finds one that is an hour old may remove it."""
+GGUF = "gguf-"
+"""Prefix of the folders that stand for GGUF files."""
+LOCK = ".lock"
+"""File in an engine's or a GGUF file's folder. All processes that use the folder hold it, shared.
+
+Its time of change is the last use.
+"""
+POLL = 0.05  # seconds between two attempts to lock
 
 
 def cache_folder() -> Path | None:

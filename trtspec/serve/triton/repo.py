@@ -11,7 +11,7 @@ from typing import Any
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError
-from trtspec.hub.folders import checkpoint_folder
+from trtspec.hub.folders import lasting_path
 from trtspec.interop.reading import read_speculative_config
 from trtspec.serve.triton.configs import LAYOUTS, ModelSpec, config_text
 from trtspec.serve.triton.settings import FILE, Settings
@@ -106,8 +106,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _folder(path: str | Path, revision: str | None = None) -> str:
-    """Absolute path of a folder, as the server runs elsewhere; for a name on the Hub, the path of its snapshot."""
+    """Absolute path, as the server runs elsewhere; for a name on the Hub, that of its snapshot or GGUF file."""
     found = Path(path)
     if revision is not None or not found.exists():
-        found = checkpoint_folder(path, revision=revision)
+        found = lasting_path(path, revision=revision)
     return str(found.absolute())
