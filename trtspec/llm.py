@@ -71,7 +71,7 @@ class LLM:
         config = EngineConfig(**engine_options) if built is None else built.engine_config(engine_options)
         speculative = read_speculative_config(speculative_config)
         if not isinstance(tokenizer, Tokenizer):
-            tokenizer = Tokenizer.from_folder(folder) if tokenizer is None else Tokenizer.named(tokenizer)
+            tokenizer = Tokenizer.named(tokenizer) if tokenizer else Tokenizer.from_folder(folder)
         self.tokenizer = tokenizer
         with _spinner(progress) as report:
             # Loading runs in a thread that ends: torch's worker threads of it must not stay next to the engine's.
@@ -199,7 +199,8 @@ class LLM:
     def token_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. RequestError for what is no prompt."""
         if isinstance(prompt, Mapping):
-            given = {key: value for key, value in prompt.items() if value is not None}
+            given = {key: value for key, value in prompt.items() if key in ("prompt_token_ids", "prompt") or value}
+            given = {key: value for key, value in given.items() if value is not None and key != "type"}
             known = [given.pop(key) for key in ("prompt_token_ids", "prompt") if key in given]
             if not known:
                 raise RequestError(

@@ -121,7 +121,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         given: Any = () if self.stop is None else self.stop  # vLLM takes None
         object.__setattr__(self, "stop", (given,) if isinstance(given, str) else _tuple("stop", given))
-        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids or ()))
+        ids: Any = () if self.stop_token_ids is None else self.stop_token_ids
+        object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", ids))
         object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
         _int("n", self.n, 1)
         optional: tuple[tuple[str, Callable[[float], bool], str], ...] = (

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.e2e import api_cases
@@ -34,6 +35,15 @@ def mute(target: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def test_without_a_tokenizer_ids_work(mute: LLM, greedy_ids: list[int]) -> None:
     output = one(mute, [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
     assert (output.text, output.token_ids) == ("", greedy_ids)
+
+
+def test_switches_may_be_numbers_and_nothing_is_asked_for_by_what_is_empty(target: Path) -> None:
+    with LLM(target, tokenizer="", enable_prefix_caching=0, debug=None, seed=np.int64(3)) as llm:
+        assert (llm.engine.loop.scheduler.reuse, llm.engine.seed) == (None, 3)
+        more = {"prompt_token_ids": [1, 2, 3], "prompt": "abc", "multi_modal_data": {}, "type": "token"}
+        assert llm.generate(more, GREEDY)[0].prompt_token_ids == [1, 2, 3]
+    with pytest.raises(CheckpointError, match="is not a folder on this machine"):
+        LLM(target / "model.safetensors")
 
 
 @pytest.mark.parametrize("name", ["", "tokenizer.json"])
@@ -78,7 +88,7 @@ BAD_REQUESTS: dict[str, tuple[Callable[[LLM], Any], type[TrtSpecError], tuple[st
         ("cache_salt of a prompt dict", "leave it out"),
     ),
     "dict of ids with more": (
-        lambda llm: llm.generate({"prompt_token_ids": [1], "multi_modal_data": {}}),
+        lambda llm: llm.generate({"prompt_token_ids": [1], "multi_modal_data": {"image": 1}}),
         RequestError,
         ("multi_modal_data of a prompt dict",),
     ),

@@ -275,6 +275,9 @@ def test_parameters_that_are_no_inputs_are_refused(load: Callable[..., Any]) -> 
     request = Request({"text_input": [PROMPT]}, parameters='{"max_tokens": 3}')
     model.execute([request])
     assert "max_tokens is no input of this model; inputs are text_input, streaming" in error(request)
+    request = Request({"text_input": [PROMPT]}, parameters='{"sampling-param-top-k": 3}')
+    model.execute([request])
+    assert "sampling-param-top-k is no input" in error(request)
     headers = '{"x-request-id": "1", "Traceparent": "00-1"}'
     request = Request({"text_input": [PROMPT]}, parameters=headers, outputs=["text_output"])
     model.execute([request])  # headers that the server forwards

@@ -53,5 +53,9 @@ def test_a_text_that_is_no_list_of_paths_is_refused(text: str) -> None:
 
 def test_a_number_of_nodes_alone_is_no_tree() -> None:
     config = DraftTargetDecodingConfig(max_draft_len=3, max_total_draft_tokens=7, speculative_model="/d")
+    with pytest.raises(ConfigError, match="max_total_draft_tokens=5 with max_draft_len=5 is a tree"):
+        Eagle3DecodingConfig(
+            eagle_choices=[[0], [1], [0, 0]], max_draft_len=5, max_total_draft_tokens=5, speculative_model="/e"
+        ).to_speculative_config()
     with pytest.raises(ConfigError, match="max_total_draft_tokens=7 with max_draft_len=3 is a tree; give its paths"):
         config.to_speculative_config()

@@ -144,7 +144,7 @@ def test_chat_errors(tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     assert Tokenizer.from_folder(tmp_path) is None
     tokenizer = load(save_tokenizer(tmp_path))
-    by_file = load(tmp_path / "tokenizer.json")
+    by_file = Tokenizer.named(tmp_path / "tokenizer.json")
     assert (by_file.bos_token_id, by_file.eos_token_id, by_file.name) == (0, 1, str(tmp_path))
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1)
     assert tokenizer.vocab_size == 321

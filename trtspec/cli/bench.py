@@ -240,7 +240,7 @@ def make_prompts(namespace: argparse.Namespace) -> list[list[int]]:
         engine = EngineFolder.open(folder)
         ids = range(ModelConfig.from_folder(folder if engine is None else engine.path / "target").vocab_size)
         return [random.Random(b).choices(ids, k=namespace.input_len) for b in range(namespace.batch)]
-    tokenizer = Tokenizer.from_folder(folder) if namespace.tokenizer is None else Tokenizer.named(namespace.tokenizer)
+    tokenizer = Tokenizer.named(namespace.tokenizer) if namespace.tokenizer else Tokenizer.from_folder(folder)
     if tokenizer is None:
         raise RequestError("this model folder has no tokenizer.json; use --random-prompts or --tokenizer FOLDER")
     if namespace.prompts and namespace.prompts.endswith(".jsonl"):

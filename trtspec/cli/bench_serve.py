@@ -33,17 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments: which server, how many requests, at which rate."""
     parser.add_argument("--url", required=True, help="http://host:port; /v1/completions is asked there")
     parser.add_argument("--served-name", help="the model to ask for (default: the first that the server lists)")
-    parser.add_argument("--api-key")
+    parser.add_argument("--api-key", help="key of the server, if it asks for one")
     parser.add_argument(
         "--rate", type=float, default=float("inf"), help="requests a second (Poisson); inf = all at once"
     )
-    parser.add_argument("--num-requests", type=int, default=100)
+    parser.add_argument("--num-requests", type=int, default=100, help="how many requests are sent (default 100)")
     parser.add_argument(
         "--dataset", help='a .jsonl file of {"prompt": ...}, or a text file or folder of .py files to cut prompts from'
     )
     parser.add_argument("--input-chars", type=int, default=400, help="characters of prompts that are cut from texts")
     parser.add_argument("--output-len", type=int, default=128, help="tokens generated per prompt")
-    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy (default 0)")
     parser.add_argument("--stop-at-eos", action="store_true", help="otherwise all have --output-len tokens")
     parser.add_argument("--fields", default="{}", help="a JSON object: further fields of every request")
     parser.add_argument("--slo-ttft", type=float, help="ms to the first token that count as good")

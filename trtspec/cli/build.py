@@ -14,7 +14,7 @@ from trtspec.backends.table import COMPILERS, USUAL_COMPILER
 from trtspec.build.build import build_engine, refuse_taken
 from trtspec.build.engine_folder import EngineFolder
 from trtspec.build.plan import plan_build
-from trtspec.cli.options import add_model, add_speculation, speculation
+from trtspec.cli.options import LIMITS, add_model, add_speculation, speculation
 from trtspec.cli.show_plan import show_plan
 from trtspec.cli.tensorrt_options import add_tensorrt, cache_limits, tensorrt_options
 from trtspec.config.engine import EngineConfig
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default=USUAL_COMPILER, help=f"{', '.join(COMPILERS)} (default {USUAL_COMPILER})")
     add_speculation(parser)
     for name in ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "block_size"):
-        parser.add_argument(f"--{name}", type=int, help="see trtspec.config.engine.EngineConfig")
+        parser.add_argument(f"--{name}", type=int, help=LIMITS[name])
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--quantization", help="int8, int4, int4_g64 or int4_g128 (default: none)")
     parser.add_argument("--lm_head_quantization", help="int8: of the lm_head, and the embedding if they are one matrix")

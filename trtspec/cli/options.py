@@ -17,7 +17,7 @@ LIMITS = {
     "max_num_tokens": "rows of one step of the target (default 2048)",
     "max_seq_len": "tokens of a sequence (default: the checkpoint's limit)",
     "max_input_len": "tokens of a prompt (default: no limit of its own)",
-    "num_kv_blocks": "size of the KV cache in blocks (default: what max-batch-size full sequences need, if it is free)",
+    "num_kv_blocks": "size of the KV cache in blocks (default: for max-batch-size full sequences, if memory allows)",
     "kv_cache_memory": "the same in bytes, for target and draft together",
     "block_size": "tokens of a KV block (default 16)",
 }

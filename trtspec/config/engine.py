@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from operator import index
 
 from trtspec.errors import ConfigError, UnsupportedError
 
@@ -86,11 +87,16 @@ class EngineConfig:
                 at_least(name, getattr(self, name), least)
         if self.force_num_accepted_tokens is not None:
             at_least("force_num_accepted_tokens", self.force_num_accepted_tokens, 0)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} = {getattr(self, name)!r} must be True or False")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, (int, type(None))):
-            raise ConfigError(f"seed = {self.seed!r} must be an integer")
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name in _SWITCHES:
+                if value not in (True, False, None):  # 1 and 0, too
+                    raise ConfigError(f"{one.name} = {value!r} must be True or False")
+                object.__setattr__(self, one.name, one.default if value is None else bool(value))
+        try:
+            object.__setattr__(self, "seed", 0 if self.seed is None else index(self.seed))
+        except TypeError as error:
+            raise ConfigError(f"seed = {self.seed!r} must be an integer") from error
         if self.kv_cache_memory is not None and self.num_kv_blocks is not None:
             raise ConfigError(
                 f"kv_cache_memory = {self.kv_cache_memory} and num_kv_blocks = {self.num_kv_blocks} say the same; "

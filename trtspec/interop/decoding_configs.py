@@ -68,7 +68,7 @@ class DecodingBaseConfig(StrictConfig):
             raise UnsupportedError(
                 f"{name}: decoding_type={self.decoding_type!r} is not built yet; use NGramDecodingConfig"
             )
-        if self.max_total_draft_tokens not in (None, self.max_draft_len, self._num_nodes):
+        if self.max_total_draft_tokens not in (None, self._num_nodes or self.max_draft_len):
             raise ConfigError(
                 f"{name}.max_total_draft_tokens={self.max_total_draft_tokens} with max_draft_len={self.max_draft_len} "
                 "is a tree; give its paths (eagle_choices, medusa_choices) or use_dynamic_tree=True of EAGLE3, or "

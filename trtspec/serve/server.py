@@ -66,7 +66,7 @@ async def _serve(
     starting = asyncio.create_task(client.start())  # in parallel with the lines below: both take a second
     try:
         await asyncio.sleep(0)
-        if (named := options.get("tokenizer")) is not None:
+        if named := options.get("tokenizer"):
             tokenizer: Tokenizer | None = Tokenizer.named(named)
         else:
             tokenizer = Tokenizer.from_folder(checkpoint_folder(settings.model, revision=options.get("revision")))

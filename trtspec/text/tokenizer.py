@@ -58,12 +58,14 @@ class Tokenizer:
     def from_folder(cls, path: str | os.PathLike[str]) -> Tokenizer | None:
         """Tokenizer of a checkpoint folder; None if there is no tokenizer.json (token ids only).
 
-        The path may also be that of a tokenizer.json. Raises CheckpointError naming the file that is damaged.
+        Raises CheckpointError naming the file that is damaged.
         """
-        found = checkpoint_folder(path)
-        file = found if found.is_file() else found / "tokenizer.json"
-        if not file.is_file():
-            return None
+        file = checkpoint_folder(path) / "tokenizer.json"
+        return cls._from_file(file) if file.is_file() else None
+
+    @classmethod
+    def _from_file(cls, file: Path) -> Tokenizer:
+        """Tokenizer of a tokenizer.json and the files next to it."""
         folder = file.parent
         import tokenizers
 
@@ -79,8 +81,12 @@ class Tokenizer:
 
     @classmethod
     def named(cls, path: str | os.PathLike[str]) -> Tokenizer:
-        """Tokenizer that the user asks for by its path. CheckpointError if there is none."""
-        tokenizer = cls.from_folder(path)
+        """Tokenizer that the user asks for by the path of a folder or a tokenizer.json.
+
+        CheckpointError if there is none.
+        """
+        is_file = Path(path).suffix == ".json" and Path(path).is_file()
+        tokenizer = cls._from_file(Path(path)) if is_file else cls.from_folder(path)
         if tokenizer is None:
             raise CheckpointError(f"tokenizer {str(path)!r} has no tokenizer.json; name a folder or file that has")
         return tokenizer

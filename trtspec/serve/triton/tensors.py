@@ -21,8 +21,11 @@ Values = Mapping[str, list[Any]]
 
 _DTYPES = {"BOOL": torch.bool, "INT32": torch.int32, "UINT64": torch.uint64, "FP32": torch.float32}
 
-HEADERS = ("authorization", "baggage", "traceparent", "tracestate")
-"""Headers without a hyphen that servers forward. No input of a model has a hyphen in its name."""
+HEADERS = (
+    "accept", "authorization", "b3", "baggage", "connection", "cookie", "forwarded", "host", "origin", "referer",
+    "traceparent", "tracestate",
+)  # fmt: skip
+"""Headers without a hyphen that servers forward. Other headers have one, and inputs have none."""
 
 
 def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any]]:
@@ -33,8 +36,10 @@ def read_inputs(request: Any, specs: Sequence[TensorSpec]) -> dict[str, list[Any
     """
     # Triton's generate calls turn each field that is not an input of the model into a parameter. So does the server
     # with HTTP headers and gRPC metadata, if it is told to forward them.
+    known = {spec.name for spec in specs}
     for name in json.loads(request.parameters() or "{}"):
-        if not (name.startswith("triton_") or "-" in name or name.lower() in HEADERS):
+        is_header = "-" in name and name.replace("-", "_") not in known
+        if not (name.startswith("triton_") or is_header or name.lower() in HEADERS):
             raise RequestError(f"{name} is no input of this model; inputs are {', '.join(spec.name for spec in specs)}")
     values = read_tensors(request.inputs(), specs)
     for spec in specs:
