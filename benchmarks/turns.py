@@ -18,10 +18,11 @@ from trtspec.engine.request import Request
 
 @dataclass
 class Contestant:
-    """An engine and its figures in seconds. token: of a step for each token of a request. host: outside launches."""
+    """An engine and its figures. seconds, tokens: of all steps that count. host: seconds of each outside launches."""
 
     llm: LLM
-    token: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
     host: list[float] = field(default_factory=list)
 
     def begin(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Request]:
@@ -37,7 +38,8 @@ class Contestant:
         emissions = engine.step()
         seconds = time.perf_counter() - start
         if len(emissions) == batch and not any(one.is_context or one.finished for one in emissions):
-            self.token.append(seconds * batch / sum(len(one.tokens) for one in emissions))
+            self.seconds += seconds
+            self.tokens += sum(len(one.tokens) for one in emissions)
             self.host.append(seconds - (self._in_launches - launched))
         return True
 
@@ -52,8 +54,8 @@ def run_turns(
 ) -> tuple[list[dict[str, Any]], set[str]]:  # fmt: skip
     """Decode `batch` prompts greedily in all engines -> rows, and the names of engines whose text is not plain's.
 
-    The first engine decodes plainly. A row has the medians of an engine: time of a token over the first one's, and
-    milliseconds of a step outside launches.
+    The first engine decodes plainly. A row has an engine's time of a token, all steps together, over the first one's,
+    and the median milliseconds of a step outside launches.
     """
     contestants = {name: Contestant(llm) for name, llm in engines.items()}
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
@@ -67,14 +69,14 @@ def run_turns(
         texts = {name: [one.tokens for one in own] for name, own in requests.items()}
         plain = next(iter(texts.values()))
         different |= {name for name, own in texts.items() if own != plain}
-    plainly = statistics.median(next(iter(contestants.values())).token)
+    first = next(iter(contestants.values()))
     rows = [
         {
             "batch": batch,
             "engine": name,
-            "token_over_plain": statistics.median(one.token) / plainly,
+            "token_over_plain": one.seconds / one.tokens / (first.seconds / first.tokens),
             "host_ms": 1e3 * statistics.median(one.host),
-            "steps": len(one.token),
+            "steps": len(one.host),
         }
         for name, one in contestants.items()
     ]
