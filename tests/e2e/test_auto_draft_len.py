@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.e2e.conformance import CASES, LIMITS, make_models, packed
 from tests.e2e.tiny import Outcome, run_alone, run_together
@@ -235,10 +234,8 @@ def test_scores_stay_with_their_drafts(monkeypatch: pytest.MonkeyPatch, repeats:
     assert all(list(one.scores) == scores for one, scores in offered)
 
 
-def test_steps_are_measured_once_for_an_engine_folder(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Times are measured again if the file is damaged, or is from another GPU or number of threads or other kernels."""
+def test_steps_are_measured_once_for_an_engine_folder(models: Path, tmp_path: Path) -> None:
+    """Times are measured again if the file is damaged, or is from another number of threads or other kernels."""
     folder = tmp_path / "engine"
     folder.mkdir()
     with LLM(models / "target", speculation("eagle3", models), backend="eager", **SIZES) as llm:
@@ -256,12 +253,6 @@ def test_steps_are_measured_once_for_an_engine_folder(
         kept = json.loads(file.read_text())
         for damaged in ("{", "[1]", json.dumps([{**kept[0], "cells": []}])):
             file.write_text(damaged)
-            assert measured() != first
-        file.write_text(json.dumps(kept))
-        assert measured() == first
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_available", lambda: True)
-            patch.setattr(torch.cuda, "get_device_name", lambda: "Another GPU")
             assert measured() != first
         for fact, other in (("threads", 99), ("libraries", ["libtrtspec_cpu-0123456789abcdef.so"])):
             older = {**kept[0], "facts": {**kept[0]["facts"], fact: other}}

@@ -56,7 +56,6 @@ def step_costs(
     facts = {
         "machine": platform.node(),
         "cpu": _cpu(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         "threads": torch.get_num_threads(),
         "kernels": load_plugins(),
         "libraries": sorted(Path(name).name for name in torch.ops.loaded_libraries),  # the name has a digest
