@@ -109,12 +109,11 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
         assert llm.engine.stats.prefix_hit_tokens == sum(4 * max(n - 1, 0) for n in range(0, 11, 2))
 
 
-@pytest.mark.parametrize("why", ["context", "request", "load"])
+@pytest.mark.parametrize("why", ["context", "request", "room", "load"])
 def test_prefixes_are_shared_and_states_bounded_where_nobody_drafts(make: Make, why: str) -> None:
     """The head reads on only if drafts may come back with the load. Then it reads many rows at once."""
-    params = SamplingParams(
-        temperature=0, max_tokens=150, ignore_eos=True, max_draft_len=0 if why == "request" else None
-    )
+    own: dict[str, dict[str, int]] = {"request": {"max_draft_len": 0}, "room": {"max_tokens": 2}}
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 150, "ignore_eos": True, **own.get(why, {})})
     with make(
         K, {"max_model_len": 20} if why == "context" else {}, max_batch_size=4, **{**ROOMY, "max_num_tokens": 16}
     ) as llm:
@@ -133,16 +132,21 @@ def test_prefixes_are_shared_and_states_bounded_where_nobody_drafts(make: Make, 
                 llm.engine.step()
                 kept.append(sum(len(part) for chunks in states._chunks.values() for _, part in chunks))
         assert llm.engine.stats.prefix_hit_tokens == 36  # the last whole block is computed again
-        assert len(calls) == (3 + 2 + 1 + 2 if why == "load" else 0)  # chunks of a prompt, then every 64 rows
-        assert max(kept) <= (READ_ROWS if why == "load" else 0)
+        # chunks of a prompt, then every 64 rows
+        assert len(calls) == {"load": 3 + 2 + 1 + 2, "room": 3 + 1}.get(why, 0)
+        assert max(kept) <= (READ_ROWS if calls else 0)
 
 
-def test_samples_share_a_prompt_that_is_not_published(make: Make) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"max_tokens": 6}, {"max_tokens": 6, "max_draft_len": 0}, {"max_tokens": 1}], ids=str
+)
+def test_samples_share_a_prompt_that_is_not_published(make: Make, limits: dict[str, int]) -> None:
     with make(K, enable_prefix_caching=False, **ROOMY) as llm:
         rows = []
         schedule = llm.engine.loop.scheduler.schedule
         llm.engine.loop.scheduler.schedule = lambda: rows.append(batch := schedule()) or batch  # type: ignore[func-returns-value, method-assign]
-        llm.generate([[1 + i * i % 14 for i in range(42)]], SamplingParams(n=3, max_tokens=4, seed=1), use_tqdm=False)
+        params = SamplingParams(**{"n": 3, "seed": 1, "ignore_eos": True, **limits})
+        llm.generate([[1 + i * i % 14 for i in range(42)]], params, use_tqdm=False)
         assert sum(row.num_rows for batch in rows for row in batch or () if row.is_context) == 42 + 2 * (42 - 40)
 
 

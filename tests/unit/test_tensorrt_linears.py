@@ -123,6 +123,16 @@ def test_what_fp8_weights_multiply_is_rounded(kind: str, biased: bool) -> None:
     assert {"step.weight.matrix", "step.weight.scales", "step.weight.x_scale"} <= set(network._weights)
 
 
+def test_a_row_with_next_to_no_weight_is_no_reason_to_refuse() -> None:
+    matrix = torch.randn(N, K, generator=torch.Generator().manual_seed(0))
+    for row, factor in ((3, 1e-3), (4, 1e-5), (5, 1e-9), (6, 0)):
+        matrix[row] *= factor
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(1)).half()
+    got = linear(torch.float16, quantize_int8(matrix), None, True)._run({"x": x})["out"]
+    torch.testing.assert_close(got, x.float() @ matrix.T, rtol=0.02, atol=0.3)
+    assert got[:, 3:7].abs().max() < 0.1
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_scales_that_fp16_lacks_are_refused(kind: str) -> None:
     if kind == "fp8":

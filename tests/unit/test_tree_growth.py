@@ -56,6 +56,7 @@ def test_limits_of_a_tree() -> None:
     tree = DynamicTree(depth=3, num_nodes=12, top_k=3)
     assert [tree.within(depth) for depth in range(5)] == [0, 3, 11, 12, 12]
     assert [tree.depth_of(count) for count in (0, 1, 3, 4, 12)] == [0, 1, 1, 2, 3]
+    assert [DynamicTree(3, 12).depth_of(count) for count in (0, 1, 12)] == [0, 3, 3]  # of a drafter on the host
     assert tree.draft_rows == 6
     on_host = DynamicTree(depth=3, num_nodes=12)
     assert [on_host.within(depth) for depth in range(4)] == [0, 12, 12, 12]

@@ -134,7 +134,8 @@ class DynamicTree:
 
     def depth_of(self, num_nodes: int) -> int:
         """Depth of the trees that a step makes if it is to make `num_nodes` nodes, at most N."""
-        return next(depth for depth in range(self.depth + 1) if self.within(depth) >= num_nodes)
+        depths = range(self.depth + 1) if self.top_k else (0, self.depth)
+        return next(depth for depth in depths if self.within(depth) >= num_nodes)
 
 
 Tree = DraftTree | DynamicTree

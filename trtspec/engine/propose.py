@@ -175,7 +175,8 @@ class Proposer:
 
         A draft model computes it later, from the tokens. Other draft layers cannot, without states of these rows.
         """
-        return self.drafts_inside or (self.states is not None and self.may_draft(request))
+        has_room = request.length_limit > request.prompt_len + 2  # for a draft after the first token, and one more
+        return self.drafts_inside or (self.states is not None and has_room and self.may_draft(request))
 
     def forget(self, request: Request) -> None:
         """Drop all state of a request that has ended."""

@@ -169,7 +169,7 @@ class Scheduler:
         for sibling in reversed(self.siblings.pop(leader.request_id, [])):
             if sibling.reuses_prefix:
                 shared = max(leader.prompt_len - 1 - self.provisional, 0)  # one row is always computed
-                if self.forks_draft_kv:
+                if self.forks_draft_kv and self.wants_draft_kv(sibling):
                     shared = min(shared, leader.kv.draft_kv_len)
                 sibling.kv = self.allocator.fork(leader.kv, shared)
             self.waiting.appendleft(sibling)

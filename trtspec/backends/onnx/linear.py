@@ -239,7 +239,8 @@ class _TensorRTMatrices(_Matrices):
         return [rounded, out, *self._as_float(node, out, _TORCH[x.dtype])]
 
     def _register_scales(self, name: str, scale: Tensor, dtype: torch.dtype) -> None:
-        scale = _rounded(torch.where(scale == 0, torch.ones_like(scale), scale), dtype, name).contiguous()
+        rounded = _rounded(scale, dtype, name)
+        scale = torch.where(scale == 0, torch.ones_like(rounded), rounded).contiguous()
         self._register_tensor(name, ir.tensor(scale, name=name))
 
 
@@ -281,9 +282,14 @@ def _words(octets: Tensor) -> Tensor:
 
 
 def _rounded(scale: Tensor, dtype: torch.dtype, name: str | None) -> Tensor:
-    """Round a scale to x's dtype. UnsupportedError if the error is too large, as for extreme scales in fp16."""
+    """Round scales to x's dtype, but none to 0. UnsupportedError if errors are too large, as for extreme ones in fp16.
+
+    An error may be large next to its own scale if it is small next to the largest: that row has next to no weight.
+    """
+    limits = torch.finfo(dtype)
     rounded = scale.to(dtype)
-    if ((rounded.float() - scale).abs() > scale * 2.0**-8).any():
+    rounded = torch.where((rounded == 0) & (scale > 0), limits.smallest_normal * limits.eps, rounded.float()).to(dtype)
+    if ((rounded.float() - scale).abs() > torch.maximum(scale * 2.0**-8, scale.max() * 2.0**-16)).any():
         raise UnsupportedError(f"{name}: its scales do not fit {dtype}; use dtype bfloat16 or float32")
     return rounded
 
