@@ -236,40 +236,28 @@ def test_drafts_equal_brute_force(
     Ended requests are found by the others.
     """
     with mock.patch.object(suffix, "MOST_OCCURRENCES", occurrences):
-        check_drafts(events, depth, most, most_tokens, factor, min_prob, K)
-
-
-def check_drafts(
-    events: list[tuple[str, int, list[int]]],
-    depth: int,
-    most: int,
-    most_tokens: int,
-    factor: float,
-    min_prob: float,
-    K: int,
-) -> None:
-    shared = SuffixDrafter(depth, SuffixTree(depth, most, most_tokens), factor, min_prob)
-    lonely = SuffixDrafter(depth, None, factor, min_prob)
-    running: dict[int, tuple[int, list[int]]] = {}  # id -> (prompt length, tokens)
-    ended: list[list[int]] = []
-    for kind, request, tokens in events:
-        if kind == "start":
-            running[request] = len(tokens), [*tokens, 0]
-        elif kind == "grow":
-            running[request][1].extend(tokens)
-        else:
-            prompt_len, known = running.pop(request)
-            ended.append(known[prompt_len:])
-            shared.forget(request)
-            lonely.forget(request)
-        asked = [
-            question(known, 1 + (K + i) % K, i, prompt_len=prompt_len) for i, (prompt_len, known) in running.items()
-        ]
-        if not asked:
-            continue
-        for drafter, past in ((shared, kept(ended, most, most_tokens)), (lonely, [])):
-            expected = [brute_force(past, one.tokens, one.max_draft_len, depth, factor, min_prob) for one in asked]
-            assert drafts_of(drafter.propose(asked)) == expected
+        shared = SuffixDrafter(depth, SuffixTree(depth, most, most_tokens), factor, min_prob)
+        lonely = SuffixDrafter(depth, None, factor, min_prob)
+        running: dict[int, tuple[int, list[int]]] = {}  # id -> (prompt length, tokens)
+        ended: list[list[int]] = []
+        for kind, request, tokens in events:
+            if kind == "start":
+                running[request] = len(tokens), [*tokens, 0]
+            elif kind == "grow":
+                running[request][1].extend(tokens)
+            else:
+                prompt_len, known = running.pop(request)
+                ended.append(known[prompt_len:])
+                shared.forget(request)
+                lonely.forget(request)
+            asked = [
+                question(known, 1 + (K + i) % K, i, prompt_len=prompt_len) for i, (prompt_len, known) in running.items()
+            ]
+            if not asked:
+                continue
+            for drafter, past in ((shared, kept(ended, most, most_tokens)), (lonely, [])):
+                expected = [brute_force(past, one.tokens, one.max_draft_len, depth, factor, min_prob) for one in asked]
+                assert drafts_of(drafter.propose(asked)) == expected
 
 
 class Read(np.ndarray):  # type: ignore[type-arg]
