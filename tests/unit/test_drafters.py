@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,15 @@ def test_only_missing_rows_are_computed_and_the_drafts_are_the_same(
     watched = Watched(model)
     proposal = ChainDrafter(watched, 1000).propose([replace(asked, draft_kv_len=valid)])
     assert (watched.rows[0], drafts_of(proposal)) == (LENGTHS[1] - valid, [one_by_one[1]])
+
+
+def test_no_row_is_read_twice_where_there_is_no_launch_for_a_chain(model: Any, one_by_one: list[list[int]]) -> None:
+    watched: Any = Watched(model)
+    asked = [one for one in questions() if len(one.tokens) > 1]
+    refusing: Any = SimpleNamespace(run_chain=lambda inputs, num_tokens: None)
+    drafts = drafts_of(ChainDrafter(watched, 1000, False, refusing).propose(asked))
+    assert drafts == [own for own, length in zip(one_by_one, LENGTHS, strict=True) if length > 1]
+    assert sum(watched.rows) == sum(len(one.tokens) for one in asked) + 2 * len(asked)
 
 
 def test_each_request_gets_the_length_it_asked_for(model: Any, one_by_one: list[list[int]]) -> None:

@@ -53,41 +53,43 @@ class ChainDrafter:
         """Return max_draft_len drafts for each request, in order."""
         # A request that wants fewer than K drafts runs all passes, too; the KV past its blocks goes to scratch.
         K = max(request.max_draft_len for request in requests)
-        drafts = self._in_one_launch(requests, K)
+        starts = [request.draft_kv_len for request in requests]
+        drafts = self._in_one_launch(requests, K, starts)
         if drafts is None:
-            drafts = self._pass_by_pass(requests, K)
+            drafts = self._pass_by_pass(requests, K, starts)
         draft_lens = torch.tensor([request.max_draft_len for request in requests], dtype=torch.int32)
         known = torch.tensor([len(request.tokens) for request in requests], dtype=torch.int32)
         return Proposal(drafts, draft_lens, draft_kv_lens=known + draft_lens - 1)  # the last draft was never fed back
 
-    def _in_one_launch(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor | None:
+    def _in_one_launch(self, requests: Sequence[DraftRequest], num_tokens: int, starts: list[int]) -> Tensor | None:
         """Drafts [B, K], or None if there is no single launch for these requests.
 
         Tokens before the launch's rows whose draft KV is missing are prefilled first: a prompt, or what was generated
-        without speculation.
+        without speculation. starts: lengths of the draft KV, which are updated.
         """
         lens = [len(request.tokens) for request in requests]
         if self.chain is None or min(lens) < CHAIN_ROWS:
             return None
-        self._read_in(requests, [length - CHAIN_ROWS for length in lens])
+        self._read_in(requests, starts, [length - CHAIN_ROWS for length in lens])
+        starts[:] = [max(start, length - CHAIN_ROWS) for start, length in zip(starts, lens, strict=True)]
         inputs = self._inputs(requests, [CHAIN_ROWS] * len(requests), lens)
         ids = [token for request in requests for token in request.tokens[-CHAIN_ROWS:]]
         return self.chain.run_chain(replace(inputs, input_ids=torch.tensor(ids)), num_tokens)
 
-    def _pass_by_pass(self, requests: Sequence[DraftRequest], num_tokens: int) -> Tensor:
-        """Drafts [B, K], with a launch for each pass."""
+    def _pass_by_pass(self, requests: Sequence[DraftRequest], num_tokens: int, starts: Sequence[int]) -> Tensor:
+        """Drafts [B, K], with a launch for each pass. starts: lengths of the draft KV."""
         lens = [len(request.tokens) for request in requests]
-        first = self._read_in(requests, lens)
+        first = self._read_in(requests, starts, lens)
         inputs = self._inputs(requests, [1] * len(requests), lens)
         return run_chain(lambda inputs: self.model.run(inputs).tokens, inputs, num_tokens, first)
 
-    def _read_in(self, requests: Sequence[DraftRequest], ends: Sequence[int]) -> Tensor:
-        """Prefill every request's draft KV up to `ends` and return the tokens drawn there, [B] int64.
+    def _read_in(self, requests: Sequence[DraftRequest], starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Prefill every request's draft KV from `starts` up to `ends` and return the tokens drawn there, [B] int64.
 
         The value is arbitrary for a request whose KV already reaches its end.
         """
         first = torch.empty(len(requests), dtype=torch.int64)
-        for pieces in pack_rows([request.draft_kv_len for request in requests], ends, self.max_num_tokens):
+        for pieces in pack_rows(starts, ends, self.max_num_tokens):
             owners = [requests[b] for b, _, _ in pieces]
             ids = [token for b, start, end in pieces for token in requests[b].tokens[start:end]]
             inputs = self._inputs(owners, [end - start for _, start, end in pieces], [end for _, _, end in pieces])
