@@ -47,7 +47,7 @@ class Cells(NamedTuple):
 
 def table() -> dict[str, Cells]:
     """Return the page's rows by door."""
-    _, _, rest = PAGE.read_text(encoding="utf-8").partition("What a request gets if it sets no sampling field.")
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition("\n### Defaults\n")
     lines = [line for line in rest.partition("\n## ")[0].splitlines() if line.startswith("| ")][1:]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {door: Cells(*cells) for door, *cells in rows}
