@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server.add_argument(
         "--cors", action="append", default=[], metavar="ORIGIN", help="browsers' pages that may call it"
     )
-    server.add_argument(
-        "--seed", type=int, help="of requests that bring none (default 0), which draw by it and by their number"
-    )
+    server.add_argument("--seed", type=int, help="seed of requests that bring none (default 0)")
     server.add_argument("--log-format", choices=FORMATS, default="text", help="of the lines on stderr")
     server.add_argument("--log-level", choices=LEVELS, default="info", help="the least that is written")
     server.add_argument(

@@ -3,8 +3,8 @@
 Two decisions are made before each launch. `make`: how many drafts the launch makes for each request. `verify`: how many
 of its drafts each request verifies. Both maximise the expected tokens per second of the batch. The time of a step comes
 from StepCosts. The chance that drafts are accepted comes from what was accepted so far, the latest steps counting most.
-Where draft layers score their drafts, `verify` goes by the scores. Before there are scores, `make`
-expects the chances of requests to spread around their mean as in the latest steps.
+Where draft layers score their drafts, `verify` goes by the scores. Before there are scores, `make` expects
+the chances of requests to spread around their mean as in the latest steps.
 
 Decisions follow from calls alone, those of `time` included. So a recorded trace gives the same decisions again.
 """

@@ -175,7 +175,7 @@ class Proposer:
 
         A draft model computes it later, from the tokens. Other draft layers cannot, without states of these rows.
         """
-        has_room = request.length_limit > request.prompt_len + 2  # for a draft after the first token, and one more
+        has_room = request.length_limit > request.prompt_len + 2  # for a token, a draft and the token after it
         return self.drafts_inside or (self.states is not None and has_room and self.may_draft(request))
 
     def forget(self, request: Request) -> None:
