@@ -61,7 +61,8 @@ class SpecWorker(nn.Module):
         super().__init__()
         self.head = head
         ids = head.target_ids
-        self.register_buffer("d2t", ids - torch.arange(len(ids), device=ids.device), persistent=False)
+        d2t = ids if ids.is_meta else ids - torch.arange(len(ids), device=ids.device)  # as in RotaryTable
+        self.register_buffer("d2t", d2t, persistent=False)
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
         self.greedy = greedy

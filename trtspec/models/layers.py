@@ -217,6 +217,12 @@ class RotaryTable(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
         super().__init__()
+        self.cos: Tensor
+        self.sin: Tensor
+        if torch.get_default_device().type == "meta":  # arithmetic on meta imports torch's compiler, for seconds
+            for name in ("cos", "sin"):
+                self.register_buffer(name, torch.empty(max_position, head_dim), persistent=False)
+            return
         positions = torch.arange(max_position, dtype=torch.float32)
         if rope.rope_type == "dynamic":
             angles = positions[:, None] * _dynamic_frequencies(rope, head_dim, positions)
@@ -225,8 +231,6 @@ class RotaryTable(nn.Module):
         angles = torch.cat((angles, angles), dim=-1)
         self.register_buffer("cos", angles.cos() * rope.attention_factor, persistent=False)
         self.register_buffer("sin", angles.sin() * rope.attention_factor, persistent=False)
-        self.cos: Tensor
-        self.sin: Tensor
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos, sin [T, 1, D] in `dtype` of positions [T]. Positions past the table read its last row (junk rows)."""
