@@ -89,12 +89,16 @@ class Server:
         raise AssertionError(f"not ready after {seconds} s: {self.log.read_text()}")
 
 
+KV_BLOCKS = ("--num-kv-blocks", "4096")
+"""The size of the KV cache. An engine's process that has to work it out imports torch._dynamo, which takes seconds."""
+
+
 @contextmanager
 def running(
     model: Path, log: Path, speculation: dict[str, Any] | None = None, options: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Start a server, and stop it at the end; its output goes to `log`."""
-    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *options]
+    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *KV_BLOCKS, *options]
     if speculation is not None:
         command += ["--spec", json.dumps(speculation)]
     environment = {"TRTSPEC_CACHE": "off", **os.environ, "OMP_NUM_THREADS": "1"}
