@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tests.serve.triton_models import (
     make_model,
     outputs,
     plain,
-    slow_down,
+    slowed_down,
     text,
     wait_until,
 )
@@ -32,7 +33,18 @@ from trtspec.serve.triton import backend as triton_backend
 
 target = pytest.fixture(scope="module")(make_model)
 offline = pytest.fixture(scope="module")(plain)
-load = pytest.fixture(layouts)
+fresh = pytest.fixture(layouts)
+
+
+@pytest.fixture(scope="module")
+def load(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """`fresh`, but a model serves all tests that ask for it."""
+    yield from layouts(target, tmp_path_factory.mktemp("repositories"))
+
+
+def aborted(engine: Any) -> int:
+    """Return the number of requests that were aborted so far."""
+    return int(engine.llm.get_metrics().finished.get("abort", 0))
 
 
 @both
@@ -40,14 +52,15 @@ load = pytest.fixture(layouts)
 def test_a_client_that_goes_frees_its_request(load: Callable[..., Any], layout: str, streaming: bool) -> None:
     model = load(layout)
     engine = model.models["tensorrt_llm"]
-    slow_down(engine)
-    request = ask(model, text_input=PROMPT, **SENT[layout], **{STREAM[layout]: streaming})
-    wait_until(lambda: engine.llm.num_kv_blocks_in_use > 0)
-    request.sender.cancelled = True
-    responses = list(request.sender)
+    before = aborted(engine)
+    with slowed_down(engine):
+        request = ask(model, text_input=PROMPT, **SENT[layout], **{STREAM[layout]: streaming})
+        wait_until(lambda: engine.llm.num_kv_blocks_in_use > 0)
+        request.sender.cancelled = True
+        responses = list(request.sender)
     assert responses[-1].error().code() == model.pb.TritonError.CANCELLED
     wait_until(lambda: engine.llm.num_kv_blocks_in_use == 0)
-    assert engine.llm.get_metrics().finished == {"abort": 1}
+    assert aborted(engine) == before + 1
     wait_until(lambda: engine.pb.metrics.get("trtspec_steps_total") == engine.llm.get_metrics().steps)
     wait_until(lambda: not engine.pb.metrics.get("trtspec_running_requests"))
 
@@ -70,17 +83,19 @@ def test_a_client_that_goes_is_not_waited_for(load: Callable[..., Any], decouple
     """
     model = load("classic", decoupled)
     engine = model.models["tensorrt_llm"]
-    slow_down(engine)
+    before, tokens = aborted(engine), engine.llm.get_metrics().output_tokens
     ids = {"input_ids": [1, 2, 3], "input_lengths": 3, "request_output_len": 40, "end_id": -1}
-    for _ in range(LIMITS["max_batch_size"]):
-        ask(engine, "others", **ids)
-    wait_until(lambda: engine.llm.get_metrics().output_tokens > 0)
-    request = ask(model, text_input=PROMPT, **SENT["classic"])
-    wait_until(lambda: len(engine._running) > LIMITS["max_batch_size"])
-    request.sender.cancelled = True
-    assert "cancelled by its client" in error(request)
-    assert engine.llm.get_metrics().finished == {"abort": 1}
-    ask(engine, "others", **{**ids, "stop": True})
+    with slowed_down(engine):
+        for _ in range(LIMITS["max_batch_size"]):
+            ask(engine, "others", **ids)
+        wait_until(lambda: engine.llm.get_metrics().output_tokens > tokens)
+        request = ask(model, text_input=PROMPT, **SENT["classic"])
+        wait_until(lambda: len(engine._running) > LIMITS["max_batch_size"])
+        request.sender.cancelled = True
+        assert "cancelled by its client" in error(request)
+        assert aborted(engine) == before + 1
+        ask(engine, "others", **{**ids, "stop": True})
+    wait_until(lambda: not engine._running)
 
 
 def fail(engine: Any) -> None:
@@ -93,8 +108,8 @@ def gone(*_: Any, **__: Any) -> Any:
 
 
 @both
-def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM, layout: str) -> None:
-    model = load(layout)
+def test_an_engine_that_fails_is_replaced(fresh: Callable[..., Any], offline: LLM, layout: str) -> None:
+    model = fresh(layout)
     engine = model.models["tensorrt_llm"]
     list(ask(model, text_input=PROMPT, **SENT[layout]).sender)
     wait_until(lambda: engine.pb.metrics.get("trtspec_output_tokens_total", 0) > 0)
@@ -110,9 +125,9 @@ def test_an_engine_that_fails_is_replaced(load: Callable[..., Any], offline: LLM
     assert (engine.pb.metrics["trtspec_engine_up"], engine.pb.metrics["trtspec_engine_failures_total"]) == (1, 1)
 
 
-def test_a_server_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, load: Callable[..., Any]) -> None:
+def test_a_server_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, fresh: Callable[..., Any]) -> None:
     """A server that can have no engine ends; until then it is not ready and takes no requests."""
-    model = load("llmapi")
+    model = fresh("llmapi")
     ended: list[tuple[int, ...]] = []
     monkeypatch.setattr(os, "kill", lambda *of: ended.append(of))
     monkeypatch.setattr(os, "_exit", lambda status: ended.append((status,)))
@@ -130,13 +145,14 @@ def test_a_server_that_can_have_no_engine_ends(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_request_is_stopped_by_its_id(load: Callable[..., Any], offline: LLM) -> None:
     model = load("llmapi")
-    slow_down(model)
     asked = {"text_input": PROMPT, "sampling_param_max_tokens": 500, "return_finish_reason": True}
-    one, other = ask(model, "one", **asked), ask(model, "other", text_input=PROMPT, **SENT["llmapi"])
-    wait_until(lambda: model.llm.get_metrics().output_tokens > 0)
-    [answer] = ask(model, "one", text_input="", stop=True).sender
-    assert not answer.has_error()
-    [response] = one.sender
-    assert outputs(response)["finish_reason"] == b"abort"
+    tokens = model.llm.get_metrics().output_tokens
+    with slowed_down(model, pause=0.02):
+        one, other = ask(model, "one", **asked), ask(model, "other", text_input=PROMPT, **SENT["llmapi"])
+        wait_until(lambda: model.llm.get_metrics().output_tokens > tokens)
+        [answer] = ask(model, "one", text_input="", stop=True).sender
+        assert not answer.has_error()
+        [response] = one.sender
+        assert outputs(response)["finish_reason"] == b"abort"
     assert text(list(other.sender)) == offline.generate(PROMPT, SAMPLED)[0].outputs[0].text
     assert "request id" in error(ask(model, text_input="", stop=True))

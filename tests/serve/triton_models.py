@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -125,18 +126,24 @@ def error(request: Request) -> str:
     return response.error().message()
 
 
-def slow_down(engine: Any) -> None:
+@contextlib.contextmanager
+def slowed_down(engine: Any, pause: float = 0.15) -> Iterator[None]:
     """Pause before each of the engine's steps, so that a client has time to leave.
 
-    The pause is longer than the interval between two checks for clients that left.
+    By default, the pause is longer than the interval between two checks for clients that left.
     """
-    step = engine.llm.engine.step
+    core = engine.llm.engine
+    step = core.step
 
     def slow() -> Any:
-        time.sleep(0.15)
+        time.sleep(pause)
         return step()
 
-    engine.llm.engine.step = slow
+    core.step = slow
+    try:
+        yield
+    finally:
+        core.step = step
 
 
 def wait_until(true: Callable[[], bool]) -> None:
