@@ -42,7 +42,7 @@ def test_answers_that_come_at_once_are_told_apart(client: openai.OpenAI) -> None
     assert len(set(texts.values())) == 3
 
 
-@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("calls", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_calls_that_the_model_makes_of_itself(client: openai.OpenAI, calls: int) -> None:
     """Tool calls are found in the model's text, which a regex fixes here."""
     said = "Well. " + CALLS * calls
