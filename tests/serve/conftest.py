@@ -1,4 +1,4 @@
-"""One server for the tests that only send requests to it."""
+"""Servers for the tests that only send requests to them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.server import EAGLE3, Server, chat_model, running
+from tests.serve.server import EAGLE3, KEY, NGRAM, STATS, Server, chat_model, running
 from trtspec import LLM
 
-LIMITS = {"max_batch_size": 8, "max_seq_len": 512}
+LIMITS = {"max_batch_size": 8, "max_seq_len": 2048}
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +22,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path) -> Iterator[Server]:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in LIMITS.items()]
     with running(model, model.parent / "server.log", EAGLE3, options) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def keyed(model: Path) -> Iterator[Server]:
+    """A server that asks for KEY, takes bodies of 100 kB at most, and logs all that happens, as JSON.
+
+    Its line of statistics comes five times a second.
+    """
+    options = ["--api-key", KEY, "--max-body", "100000", "--timeout", "20"]
+    options += ["--log-format", "json", "--log-level", "debug"]
+    with running(model, model.parent / "keyed.log", NGRAM, options, STATS) as server:
         yield server
 
 

@@ -64,11 +64,12 @@ def shown(word: str) -> str:
     return re.sub(r" {2,}|^ $", "␣", word.replace("\n", "↵").replace("\t", "⇥"))
 
 
-def steps_of(server: Server, **body: Any) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
+def steps_of(server: Server, key: str = "none", **body: Any) -> tuple[list[dict[str, Any]], str, dict[str, Any]]:
     """Stream a completion through the API -> the speculation of each step, the text, and the usage."""
     asked = {"stream": True, "return_speculation": True, "stream_options": {"include_usage": True}, **body}
+    headers = {"Authorization": f"Bearer {key}"}
     steps, text, usage = [], "", {}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=60) as answer:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, headers=headers, timeout=60) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))

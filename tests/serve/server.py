@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 EAGLE3: dict[str, Any] = {"method": "eagle3", "model": str(DEMO / "eagle3"), "num_speculative_tokens": 3}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 3}
 
+KEY = "sk-right-horse-battery"
 CHAT_TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}\n<tool_call>{% endif %}"
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -66,6 +69,13 @@ class Server:
         values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self.get("/metrics"), re.MULTILINE)
         return sum(map(float, values))
 
+    @contextmanager
+    def feed(self) -> Iterator[Iterator[dict[str, Any]]]:
+        """Yield the events of the live view's feed."""
+        with httpx.stream("GET", f"{self.url}/live", timeout=20) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            yield (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line)
+
     def wait_idle(self, seconds: float = 10) -> None:
         """Wait until nothing runs, and check that no block of the KV cache is in use."""
         end = time.monotonic() + seconds
@@ -89,16 +99,34 @@ class Server:
         raise AssertionError(f"not ready after {seconds} s: {self.log.read_text()}")
 
 
+RUN = "from trtspec.cli import main; sys.exit(main(sys.argv[1:]))"
+STATS = ("-c", f"import sys, trtspec.serve.http.stats_log as s; s.write_stats.__defaults__ = (0.2,); {RUN}")
+"""The program of a server that writes its line of statistics five times a second."""
+
+
+def scripted(engine: Path) -> tuple[str, str]:
+    """Return the program of a server with a script as its engine; after its death, another is due in a minute."""
+    code = "import sys; from trtspec.serve.engine import client; client.FIRST_DELAY = 60.0; "
+    return "-c", f"{code}client.EngineClient.command = (sys.executable, '-S', {str(engine)!r}); {RUN}"
+
+
 KV_BLOCKS = ("--num-kv-blocks", "4096")
 """The size of the KV cache. An engine's process that has to work it out imports torch._dynamo, which takes seconds."""
 
 
 @contextmanager
 def running(
-    model: Path, log: Path, speculation: dict[str, Any] | None = None, options: Sequence[str] = ()
+    model: Path,
+    log: Path,
+    speculation: dict[str, Any] | None = None,
+    options: Sequence[str] = (),
+    program: Sequence[str] = ("-m", "trtspec"),
 ) -> Iterator[Server]:
-    """Start a server, and stop it at the end; its output goes to `log`."""
-    command = [sys.executable, "-m", "trtspec", "serve", "--model", str(model), "--port", "0", *KV_BLOCKS, *options]
+    """Start a server, and stop it at the end; its output goes to `log`.
+
+    program: options with which Python runs `trtspec`.
+    """
+    command = [sys.executable, *program, "serve", "--model", str(model), "--port", "0", *KV_BLOCKS, *options]
     if speculation is not None:
         command += ["--spec", json.dumps(speculation)]
     environment = {"TRTSPEC_CACHE": "off", **os.environ, "OMP_NUM_THREADS": "1"}

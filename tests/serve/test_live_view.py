@@ -29,8 +29,9 @@ from tests.serve.server import EAGLE3, Server, running
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install 'trtspec[dev]'")
 expect = playwright.expect
 
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 PROMPT = "import os\n\n\nclass Reader:\n    def "
-LIMITS = ["--max-batch-size", "8", "--max-seq-len", "2048"]
+TREES = {"method": "ngram", "num_speculative_tokens": 3, "max_total_draft_tokens": 7, "prompt_lookup_min": 1}
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +44,6 @@ def browser() -> Iterator[Any]:
         chromium = driver.chromium.launch(executable_path=found[0], env={**os.environ, **found[1]})
         yield chromium
         chromium.close()
-
-
-@pytest.fixture(scope="module")
-def roomy(model: Path) -> Iterator[Server]:
-    """A server with room for a run that is long enough to be stopped."""
-    with running(model, model.parent / "live.log", EAGLE3, LIMITS) as server:
-        yield server
 
 
 @pytest.fixture
@@ -76,8 +70,8 @@ def open_view(browser: Any) -> Iterator[Callable[..., View]]:
 
 
 @pytest.fixture
-def view(open_view: Callable[..., View], roomy: Server) -> View:
-    return open_view(roomy)
+def view(open_view: Callable[..., View], server: Server) -> View:
+    return open_view(server)
 
 
 def test_what_is_typed_is_run_and_each_token_is_marked_as_the_api_says(view: View) -> None:
@@ -151,32 +145,6 @@ def test_branches_of_a_tree_stand_where_they_were_guessed(view: View) -> None:
     assert counted == ["(1/2)", "(1/1)", "(0/1)"]
 
 
-def lines_of(step: dict[str, Any]) -> list[str]:
-    """Each branch of a step's tree from where it leaves the accepted path."""
-    words, parents, accepted = step["accepted"] + step["rejected"], step["parents"], len(step["accepted"])
-    lines = []
-    for leaf in (node for node in range(accepted, len(words)) if node not in parents):
-        node, line = leaf, ""
-        while node >= accepted:
-            line, node = shown(words[node]) + line, parents[node]
-        lines.append(line)
-    return lines
-
-
-def test_a_server_of_trees_shows_them(open_view: Callable[..., View], model: Path) -> None:
-    spec = {"method": "ngram", "num_speculative_tokens": 3, "max_total_draft_tokens": 7, "prompt_lookup_min": 1}
-    with running(model, model.parent / "trees.log", spec, LIMITS) as server:
-        view = open_view(server)
-        view.settings(prompt=PROMPT, max_tokens=60, temperature=0)
-        view.run("Done")
-        steps, text, _ = steps_of(server, prompt=PROMPT, max_tokens=60, temperature=0, num_speculative_tokens=3)
-    assert view.text() == text
-    assert any(len(set(step["parents"])) < len(step["parents"]) for step in steps), "a branch"
-    told = sorted(line for step in steps for line in lines_of(step))
-    assert sorted(view.page.locator(".output .branch").all_inner_texts()) == told
-    assert sum(len(step["accepted"]) for step in steps) == sum(kind == "accepted" for kind, _ in view.tokens()) > 0
-
-
 def test_two_settings_are_compared_side_by_side(view: View) -> None:
     view.settings(prompt=PROMPT, max_tokens=80, temperature=0.8, seed="", compare=True, k=3, other_k=0)
     view.run(r"^Texts are equal \(\d+ characters\)\.$")
@@ -224,32 +192,34 @@ def test_a_run_shows_its_text_as_it_comes_and_escape_frees_it(view: View) -> Non
 
 
 def test_the_theme_is_the_systems_until_one_is_chosen_which_is_remembered(
-    open_view: Callable[..., View], roomy: Server
+    open_view: Callable[..., View], server: Server
 ) -> None:
-    view = open_view(roomy, color_scheme="dark")
-    background = "getComputedStyle(document.body).backgroundColor"
-    dark = view.page.evaluate(background)
+    view = open_view(server, color_scheme="dark")
+    dark = view.page.evaluate(BACKGROUND)
     view.page.locator("#theme").select_option("light")
-    light = view.page.evaluate(background)
+    light = view.page.evaluate(BACKGROUND)
     assert dark != light
     view.page.reload()
     expect(view.page.locator("#theme")).to_have_value("light")
-    assert view.page.evaluate(background) == light
+    assert view.page.evaluate(BACKGROUND) == light
     view.page.locator("#theme").select_option("system")
-    assert view.page.evaluate(background) == dark
+    assert view.page.evaluate(BACKGROUND) == dark
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_everything_has_a_name_and_enough_contrast(open_view: Callable[..., View], roomy: Server, scheme: str) -> None:
-    view = open_view(roomy, color_scheme=scheme)
+def test_everything_has_a_name_and_enough_contrast(view: View) -> None:
     view.settings(prompt=PROMPT, max_tokens=60, compare=True)
     view.run("equal")
     view.page.evaluate("document.getElementById('key-field').hidden = false")
     view.page.evaluate("document.getElementById('problem').textContent = 'What went wrong.'")
-    assert view.page.evaluate(UNLABELLED) == []
-    measured = view.page.evaluate(CONTRAST)
-    assert len(measured) > 60
-    assert [one for one in measured if one["ratio"] < 4.5] == []
+    backgrounds = set()
+    for scheme in ("light", "dark"):
+        view.page.emulate_media(color_scheme=scheme)
+        backgrounds.add(view.page.evaluate(BACKGROUND))
+        assert view.page.evaluate(UNLABELLED) == []
+        measured = view.page.evaluate(CONTRAST)
+        assert len(measured) > 60
+        assert [one for one in measured if one["ratio"] < 4.5] == []
+    assert len(backgrounds) == 2
 
 
 def test_the_keyboard_reaches_all_there_is_and_shows_where_it_is(view: View) -> None:
@@ -269,12 +239,12 @@ def test_the_keyboard_reaches_all_there_is_and_shows_where_it_is(view: View) -> 
     assert reached == [*fields, "compare", "in-turn", "chat", "show-rejected", "output", "output"]
 
 
-@pytest.mark.parametrize("width", [320, 768, 2560])
-def test_no_width_makes_the_page_scroll_sideways(open_view: Callable[..., View], roomy: Server, width: int) -> None:
-    view = open_view(roomy, viewport={"width": width, "height": 800})
+def test_no_width_makes_the_page_scroll_sideways(view: View) -> None:
     view.settings(prompt=PROMPT, max_tokens=60, compare=True)
     view.run("equal")
-    assert view.page.evaluate("document.documentElement.scrollWidth") <= width
+    for width in (320, 768, 2560):
+        view.page.set_viewport_size({"width": width, "height": 800})
+        assert view.page.evaluate("[innerWidth, document.documentElement.scrollWidth <= innerWidth]") == [width, True]
 
 
 def test_errors_are_said_in_words(view: View) -> None:
@@ -328,7 +298,7 @@ def test_tokens_find_their_text(view: View, events: list[dict[str, Any]], tokens
 
 @pytest.mark.long
 def test_an_engine_that_dies_is_said_to_have(open_view: Callable[..., View], model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path / "log", EAGLE3, LIMITS) as server:
+    with running(model, tmp_path / "log", EAGLE3) as server:
         view = open_view(server)
         state = view.page.locator("#state")
         view.settings(max_tokens=1900, k=0)
@@ -346,19 +316,34 @@ def test_an_engine_that_dies_is_said_to_have(open_view: Callable[..., View], mod
         view.page.close()  # before the server ends, which the page would complain of
 
 
+def lines_of(step: dict[str, Any]) -> list[str]:
+    """Each branch of a step's tree from where it leaves the accepted path."""
+    words, parents, accepted = step["accepted"] + step["rejected"], step["parents"], len(step["accepted"])
+    lines = []
+    for leaf in (node for node in range(accepted, len(words)) if node not in parents):
+        node, line = leaf, ""
+        while node >= accepted:
+            line, node = shown(words[node]) + line, parents[node]
+        lines.append(line)
+    return lines
+
+
 def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
     open_view: Callable[..., View], model: Path, tmp_path: Path
 ) -> None:
-    with running(model, tmp_path / "log", EAGLE3, ["--api-key", "secret"]) as server:
+    """The server here drafts trees, which are shown once the key is known."""
+    with running(model, tmp_path / "log", TREES, ["--api-key", "secret"]) as server:
         view = open_view(server)
         key = view.page.locator("#key")
         expect(key).to_be_visible()
-        view.settings(max_tokens=8)
+        view.settings(prompt=PROMPT, max_tokens=60, temperature=0)
         view.run("Failed")
         expect(view.page.locator("#problem")).to_contain_text("no valid API key")
         expect(key).to_be_focused()
         view.page.keyboard.type("secret")
         view.run("Done")
+        asked = {"prompt": PROMPT, "max_tokens": 60, "temperature": 0, "num_speculative_tokens": 3}
+        shows_trees(view, *steps_of(server, "secret", **asked))
         assert view.page.evaluate("sessionStorage.getItem('trtspec-key')") == "secret"
         assert "secret" not in view.page.evaluate("JSON.stringify(localStorage)")
         assert not any("secret" in url for url in view.asked)
@@ -371,6 +356,15 @@ def test_a_key_is_asked_for_and_kept_until_the_tab_is_closed(
         expect(view.page.locator("#problem")).to_contain_text("cannot be reached")
         assert all(complaint.startswith("Failed to load resource") for complaint in view.complaints)
         view.complaints.clear()
+
+
+def shows_trees(view: View, steps: list[dict[str, Any]], text: str, _: dict[str, Any]) -> None:
+    """Check that the page shows the branches of these steps."""
+    assert view.text() == text
+    assert any(len(set(step["parents"])) < len(step["parents"]) for step in steps), "a branch"
+    told = sorted(line for step in steps for line in lines_of(step))
+    assert sorted(view.page.locator(".output .branch").all_inner_texts()) == told
+    assert sum(len(step["accepted"]) for step in steps) == sum(kind == "accepted" for kind, _ in view.tokens()) > 0
 
 
 @pytest.mark.skipif("TRTSPEC_SCREENSHOTS" not in os.environ, reason="TRTSPEC_SCREENSHOTS names no folder to write to")

@@ -11,14 +11,13 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.server import NGRAM, Server, running
+from tests.serve.server import KEY, NGRAM, Server, running
 from trtspec import LLM, SamplingParams
 from trtspec.errors import ConfigError
 from trtspec.serve.http.request_log import Record, RequestLog, request_id
@@ -27,14 +26,6 @@ from trtspec.serve.settings import ServeSettings
 
 SECRET = "def secret_function(a, b):"
 FORGED = "x\n2026-01-01T00:00:00.000Z INFO trtspec forged\r\x1b[31m\u2028\x85"
-
-
-@pytest.fixture(scope="module")
-def logging_server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("logs") / "log"
-    options = ["--log-format", "json", "--log-level", "debug", "--api-key", "sk-good", "--timeout", "20"]
-    with running(model, log, NGRAM, options) as server:
-        yield server
 
 
 def events(server: Server) -> list[dict[str, Any]]:
@@ -53,14 +44,14 @@ def line_of(server: Server, identity: str) -> dict[str, Any]:
 
 
 def ask(server: Server, identity: str, path: str = "/v1/completions", **body: Any) -> httpx.Response:
-    headers = {"X-Request-Id": identity, "Authorization": "Bearer sk-good"}
+    headers = {"X-Request-Id": identity, "Authorization": f"Bearer {KEY}"}
     return httpx.post(server.url + path, json=body, headers=headers, timeout=60)
 
 
-def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> None:
-    answer = ask(logging_server, "whole-1", prompt=SECRET, max_tokens=60, temperature=0, ignore_eos=True)
+def test_a_request_is_one_line_without_a_word_of_it(keyed: Server) -> None:
+    answer = ask(keyed, "whole-1", prompt=SECRET, max_tokens=60, temperature=0, ignore_eos=True)
     assert answer.headers["x-request-id"] == "whole-1"
-    usage, line = answer.json()["usage"], line_of(logging_server, "whole-1")
+    usage, line = answer.json()["usage"], line_of(keyed, "whole-1")
     assert (line["endpoint"], line["status"], line["reason"]) == ("/v1/completions", 200, "length")
     assert (line["prompt_tokens"], line["completion_tokens"]) == (usage["prompt_tokens"], 60)
     speculation = usage["speculation"]
@@ -69,17 +60,17 @@ def test_a_request_is_one_line_without_a_word_of_it(logging_server: Server) -> N
     assert line["tokens_per_step"] == pytest.approx(59 / speculation["steps"], abs=1e-3)  # prefill made the first token
     assert line["tokens_per_step"] < line["acceptance_length"]
     assert 0 < line["first_token_seconds"] < line["seconds"] < 60
-    assert "secret" not in logging_server.log.read_text()
-    assert answer.json()["choices"][0]["text"] not in logging_server.log.read_text()
+    assert "secret" not in keyed.log.read_text()
+    assert answer.json()["choices"][0]["text"] not in keyed.log.read_text()
 
 
-def test_its_figures_are_those_of_the_api(model: Path, logging_server: Server) -> None:
+def test_its_figures_are_those_of_the_api(model: Path, keyed: Server) -> None:
     """The figures of the line are those of the API, also where the text ends within accepted drafts."""
     asked = {"temperature": 0.0, "max_tokens": 60, "min_tokens": 30, "stop": "s"}
-    usage = ask(logging_server, "same-1", prompt=SECRET, **asked).json()["usage"]
+    usage = ask(keyed, "same-1", prompt=SECRET, **asked).json()["usage"]
     with LLM(model, NGRAM) as llm:
         stats = llm.generate(SECRET, SamplingParams(**asked))[0].speculation
-    line = line_of(logging_server, "same-1")
+    line = line_of(keyed, "same-1")
     assert line["acceptance_length"] == round(stats.acceptance_length, 3)
     assert line["tokens_per_step"] == round(stats.tokens_per_step, 3)
     assert usage["speculation"] == {
@@ -91,16 +82,16 @@ def test_its_figures_are_those_of_the_api(model: Path, logging_server: Server) -
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] < stats.num_accepted_tokens
 
 
-def test_without_drafts_there_is_no_acceptance_length(logging_server: Server) -> None:
-    ask(logging_server, "plain-1", prompt="for ", max_tokens=9, ignore_eos=True, num_speculative_tokens=0)
-    line = line_of(logging_server, "plain-1")
+def test_without_drafts_there_is_no_acceptance_length(keyed: Server) -> None:
+    ask(keyed, "plain-1", prompt="for ", max_tokens=9, ignore_eos=True, num_speculative_tokens=0)
+    line = line_of(keyed, "plain-1")
     assert (line["acceptance_length"], line["tokens_per_step"]) == (None, 1.0)
 
 
-def test_a_stream_is_one_line_at_its_end(logging_server: Server) -> None:
-    answer = ask(logging_server, "stream-1", prompt="for ", max_tokens=9, ignore_eos=True, stream=True)
+def test_a_stream_is_one_line_at_its_end(keyed: Server) -> None:
+    answer = ask(keyed, "stream-1", prompt="for ", max_tokens=9, ignore_eos=True, stream=True)
     assert answer.headers["x-request-id"] == "stream-1"
-    assert line_of(logging_server, "stream-1")["completion_tokens"] == 9
+    assert line_of(keyed, "stream-1")["completion_tokens"] == 9
 
 
 @pytest.mark.parametrize(
@@ -113,40 +104,40 @@ def test_a_stream_is_one_line_at_its_end(logging_server: Server) -> None:
     ],
 )
 def test_what_went_wrong_is_a_word(
-    logging_server: Server, identity: str, body: dict[str, Any], status: int, reason: str
+    keyed: Server, identity: str, body: dict[str, Any], status: int, reason: str
 ) -> None:
-    assert ask(logging_server, identity, **body).status_code == status
-    line = line_of(logging_server, identity)
+    assert ask(keyed, identity, **body).status_code == status
+    line = line_of(keyed, identity)
     assert (line["status"], line["reason"]) == (status, reason)
-    assert "secret" not in logging_server.log.read_text()
+    assert "secret" not in keyed.log.read_text()
 
 
-def test_who_is_not_let_in_has_a_line_too(logging_server: Server) -> None:
-    answer = httpx.get(f"{logging_server.url}/v1/models", headers={"X-Request-Id": "out-1"})
+def test_who_is_not_let_in_has_a_line_too(keyed: Server) -> None:
+    answer = httpx.get(f"{keyed.url}/v1/models", headers={"X-Request-Id": "out-1"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (401, "out-1")
-    assert line_of(logging_server, "out-1")["reason"] == "invalid_api_key"
+    assert line_of(keyed, "out-1")["reason"] == "invalid_api_key"
 
 
-def test_a_client_that_went_away_is_told_apart(logging_server: Server) -> None:
+def test_a_client_that_went_away_is_told_apart(keyed: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
-            f"{logging_server.url}/v1/completions",
+            f"{keyed.url}/v1/completions",
             json={"prompt": "x", "n": 8, "max_tokens": 450, "ignore_eos": True},
-            headers={"X-Request-Id": "gone-1", "Authorization": "Bearer sk-good"},
+            headers={"X-Request-Id": "gone-1", "Authorization": f"Bearer {KEY}"},
             timeout=0.3,
         )
-    logging_server.wait_idle()
-    assert line_of(logging_server, "gone-1")["reason"] == "client_gone"
+    keyed.wait_idle()
+    assert line_of(keyed, "gone-1")["reason"] == "client_gone"
 
 
-def test_paths_and_ids_forge_nothing(logging_server: Server) -> None:
-    httpx.get(f"{logging_server.url}/%0aforged%1b[31m?a=%0aforged", headers={"X-Request-Id": "forge-1"})
-    assert line_of(logging_server, "forge-1")["endpoint"] == "other"
-    answer = httpx.get(f"{logging_server.url}/health", headers={"X-Request-Id": "y" * 129})
+def test_paths_and_ids_forge_nothing(keyed: Server) -> None:
+    httpx.get(f"{keyed.url}/%0aforged%1b[31m?a=%0aforged", headers={"X-Request-Id": "forge-1"})
+    assert line_of(keyed, "forge-1")["endpoint"] == "other"
+    answer = httpx.get(f"{keyed.url}/health", headers={"X-Request-Id": "y" * 129})
     made = answer.headers["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", made)
-    assert line_of(logging_server, made)["level"] == "debug"
-    assert "forged" not in logging_server.log.read_text()
+    assert line_of(keyed, made)["level"] == "debug"
+    assert "forged" not in keyed.log.read_text()
 
 
 @pytest.mark.long

@@ -20,12 +20,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server import EAGLE3, NGRAM, Server, running
+from tests.serve.server import Server, running, scripted
+from tests.serve.test_engine_client import ANSWERS
 from trtspec import LLM, SamplingParams
 
 ABORTED = 'trtspec_samples_total{reason="abort"}'
 LONGEST_TOKEN = 1740  # 45 characters
-SOURCES = [f"def function_{i}(self, values):\n    for " for i in range(24)]
+SOURCES = [f"def function_{i}(self, values):\n    for " for i in range(12)]
 
 
 def body(prompt: str, **more: Any) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def test_streams_next_to_deserters_and_slow_readers_are_whole(server: Server, of
 
     texts = asyncio.run(all_of_them())
     assert texts[::2] == [wanted[prompt] for prompt in SOURCES]
-    assert texts[1::2].count(None) > 12
+    assert texts[1::2].count(None) > 6
     server.wait_idle()
 
 
@@ -100,7 +101,7 @@ def test_a_stream_that_is_left_counts_as_one_whose_client_went_away(server: Serv
 @pytest.fixture(scope="module")
 def impatient(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("impatient") / "log"
-    limits = ["--max-batch-size", "2", "--max-queue", "126", "--client-timeout", "4", "--engine-timeout", "6"]
+    limits = ["--max-batch-size", "32", "--max-queue", "96", "--client-timeout", "2.5", "--engine-timeout", "6"]
     with running(model, log, None, limits) as server:
         yield server
 
@@ -136,10 +137,12 @@ def status(server: Server, n: int = 1) -> int:
 def test_who_does_not_read_counts_until_he_is_cut_off(impatient: Server) -> None:
     """A request whose client does not read counts until the client is cut off, for a stream and for one body."""
     long = {"prompt": [LONGEST_TOKEN] * 1900, "n": 64, "max_tokens": 1, "echo": True}  # 5 MB of text
-    bodies = [json.dumps({**long, "stream": stream}).encode() for stream in (True, False)]
-    before = impatient.metric("trtspec_prompt_tokens_total")
+    bodies = [json.dumps({**long, "stream": stream}).encode() for stream in (False, True)]
+    before, steps = impatient.metric("trtspec_prompt_tokens_total"), impatient.metric("trtspec_steps_total")
     readers = [connect(impatient, request(one, len(one)), 4096) for one in bodies]
     while impatient.metric("trtspec_prompt_tokens_total") < before + 2 * 1900:
+        time.sleep(0.02)
+    while impatient.metric("trtspec_steps_total") == steps:
         time.sleep(0.02)
     impatient.wait_idle()  # the engine has no work left
     assert status(impatient) == 429
@@ -183,7 +186,7 @@ def test_who_stops_in_the_middle_of_asking_is_cut_off(impatient: Server) -> None
     halves = [b"", b"POST /v1/comp", request(b'{"prompt": "', 100)]
     connections = [connect(impatient, one) for one in halves]
     busy = HTTPConnection("127.0.0.1", int(impatient.url.rsplit(":", 1)[1]))
-    for _ in range(23):  # a client that sends request after request on one connection is not cut off
+    for _ in range(17):  # a client that sends request after request on one connection is not cut off
         busy.request("GET", "/health")
         assert busy.getresponse().read() == b'{"status":"ok"}'
         time.sleep(0.2)
@@ -212,14 +215,13 @@ def test_an_engine_that_hangs_is_killed(impatient: Server) -> None:
     assert "it had work and said nothing for 6." in impatient.log.read_text()
 
 
-def test_a_killed_engine_is_replaced_and_its_requests_end_with_an_error(
-    model: Path, offline: LLM, tmp_path: Path
-) -> None:
-    with running(model, tmp_path / "log", NGRAM) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+def test_a_killed_engine_is_replaced_and_its_requests_end_with_an_error(impatient: Server, offline: LLM) -> None:
+    first, before = impatient.engine_pid, impatient.metric("trtspec_engine_restarts_total")
+    with httpx.Client(base_url=impatient.url, timeout=60) as client:
         with client.stream("POST", "/v1/completions", json=body("x", max_tokens=1500, stream=True)) as answer:
             lines = answer.iter_lines()
             assert next(lines).startswith("data: {")
-            os.kill(server.engine_pid, signal.SIGKILL)
+            os.kill(first, signal.SIGKILL)
             rest = [line for line in lines if line]
         assert "the engine has ended" in json.loads(rest[-2].removeprefix("data: "))["error"]["message"]
         assert rest[-1] == "data: [DONE]"
@@ -228,60 +230,54 @@ def test_a_killed_engine_is_replaced_and_its_requests_end_with_an_error(
         assert refused.headers["retry-after"] == "1"
         assert client.get("/ready").status_code == 503
         assert client.get("/health").status_code == 200
-        server.wait_ready()
-        assert server.metric("trtspec_engine_restarts_total") == 1
+        impatient.wait_ready()
+        assert impatient.metric("trtspec_engine_restarts_total") == before + 1
         answer = client.post("/v1/completions", json=body(SOURCES[0]))
         assert answer.json()["choices"][0]["text"] == expected(offline, SOURCES[:1])[SOURCES[0]]
 
 
-def test_a_full_queue_says_when_to_come_back(model: Path, tmp_path: Path) -> None:
-    options = ["--max-batch-size", "2", "--max-queue", "1"]
-    with running(model, tmp_path / "log", None, options) as server:
+def test_a_full_queue_says_when_to_come_back(impatient: Server) -> None:
+    """There is room for 32 + 96 samples, so for three requests of 42."""
+    before = impatient.metric("trtspec_refused_total")
 
-        async def flood() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
-                jobs = [client.post("/v1/completions", json=body("x", max_tokens=200)) for _ in range(8)]
-                return await asyncio.gather(*jobs)
+    async def flood() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=impatient.url, timeout=60) as client:
+            jobs = [client.post("/v1/completions", json=body("x", n=42, max_tokens=10)) for _ in range(8)]
+            return await asyncio.gather(*jobs)
 
-        answers = asyncio.run(flood())
-        codes = [answer.status_code for answer in answers]
-        assert sorted(set(codes)) == [200, 429]
-        assert codes.count(200) == 3
-        refused = next(answer for answer in answers if answer.status_code == 429)
-        assert refused.headers["retry-after"] == "1"
-        assert refused.json()["error"]["type"] == "rate_limit_error"
-        assert server.metric("trtspec_refused_total") == 5
-        server.wait_idle()
+    answers = asyncio.run(flood())
+    codes = [answer.status_code for answer in answers]
+    assert sorted(set(codes)) == [200, 429]
+    assert codes.count(200) == 3
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert impatient.metric("trtspec_refused_total") == before + 5
+    impatient.wait_idle()
 
-        crowd = [connect(server) for _ in range(2 + 1 + 256)]  # clients that send nothing
-        assert httpx.get(f"{server.url}/health").status_code == 503
-        for one in crowd:
-            one.close()
-        server.wait_ready()
+    crowd = [connect(impatient) for _ in range(32 + 96 + 256)]  # clients that send nothing
+    assert httpx.get(f"{impatient.url}/health").status_code == 503
+    for one in crowd:
+        one.close()
+    impatient.wait_ready()
 
 
-def test_told_to_stop_it_finishes_what_runs(model: Path, offline: LLM, tmp_path: Path) -> None:
-    with running(model, tmp_path / "log", EAGLE3) as server:
-        url = f"{server.url}/v1/completions"
-        with httpx.stream("POST", url, json=body(SOURCES[0], stream=True), timeout=60) as answer:
-            lines = answer.iter_lines()
-            first = next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            chunks = [json.loads(line[6:]) for line in (first, *lines) if line.startswith("data: {")]
-        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-        assert text == expected(offline, SOURCES[:1])[SOURCES[0]]
-        assert server.process.wait(20) == 0
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+def test_the_front_does_not_import_torch(impatient: Server) -> None:
+    """The front does not import torch, which takes seconds; only the engine's process does."""
+    mapped = Path(f"/proc/{impatient.process.pid}/maps").read_text()
+    assert "libtorch" not in mapped
+    assert "libtorch" in Path(f"/proc/{impatient.engine_pid}/maps").read_text()
 
 
 def test_told_to_stop_while_there_is_no_engine_it_stops(model: Path, tmp_path: Path) -> None:
-    with running(model, tmp_path / "log") as server:
+    """A server that waits to start the next engine stops at once. A script takes the place of the engine here."""
+    (tmp_path / "engine.py").write_text(ANSWERS)
+    with running(model, tmp_path / "log", program=scripted(tmp_path / "engine.py")) as server:
         os.kill(server.engine_pid, signal.SIGKILL)
         while httpx.get(f"{server.url}/ready").status_code == 200:
-            pass
+            time.sleep(0.01)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(5) == 0
+        assert server.process.wait(10) == 0
 
 
 def test_told_to_stop_while_it_loads_it_stops(model: Path, tmp_path: Path) -> None:
@@ -316,17 +312,6 @@ def test_it_does_not_start_what_it_cannot_serve(model: Path, tmp_path: Path) -> 
         running(model, tmp_path / "log", options=("--tokenizer", str(tmp_path))),
     ):
         pass
-
-
-def test_it_is_ready_soon(model: Path, tmp_path: Path) -> None:
-    """The front does not import torch, which takes seconds; only the engine's process does.
-
-    The test measures no time.
-    """
-    with running(model, tmp_path / "log") as server:
-        mapped = Path(f"/proc/{server.process.pid}/maps").read_text()
-        assert "libtorch" not in mapped
-        assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()
 
 
 def test_nothing_but_loopback_is_bound(server: Server) -> None:

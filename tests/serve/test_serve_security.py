@@ -7,12 +7,11 @@ import json
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.serve.server import DEMO, Server, running
+from tests.serve.server import DEMO, KEY, Server
 from trtspec.cli.main import main
 from trtspec.errors import RequestError
 from trtspec.serve.engine.client import EngineClient
@@ -24,35 +23,33 @@ from trtspec.serve.server import warn_if_open
 from trtspec.serve.settings import ServeSettings
 from trtspec.text import Tokenizer
 
-KEY = "sk-right-horse-battery"
 GOOD = {"prompt": "x", "max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
-def locked(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log = tmp_path_factory.mktemp("locked") / "log"
-    options = ["--api-key", KEY, "--max-body", "100000", "--max-seq-len", "256"]
-    with running(model, log, None, options) as server:
-        yield server
+def client(keyed: Server) -> Iterator[httpx.Client]:
+    """A client that connects anew for each request."""
+    with httpx.Client(base_url=keyed.url, limits=httpx.Limits(max_keepalive_connections=0), timeout=30) as client:
+        yield client
 
 
-def post(server: Server, content: bytes, **headers: str) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **headers}
-    return httpx.post(f"{server.url}/v1/completions", content=content, headers=headers, timeout=30)
+def post(client: httpx.Client, content: bytes) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    return client.post("/v1/completions", content=content, headers=headers)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/nothing"])
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer wrong", KEY, f"Basic {KEY}", f"Bearer {KEY}x"])
-def test_without_the_key_there_is_nothing(locked: Server, path: str, header: str | None) -> None:
+def test_without_the_key_there_is_nothing(client: httpx.Client, path: str, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
-    answer = httpx.request("POST", locked.url + path, headers=headers, json=GOOD)
+    answer = client.post(path, headers=headers, json=GOOD)
     assert answer.status_code == 401
     assert answer.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_with_the_key_there_is(locked: Server) -> None:
-    assert post(locked, json.dumps(GOOD).encode()).status_code == 200
-    assert httpx.get(f"{locked.url}/health").status_code == 200
+def test_with_the_key_there_is(client: httpx.Client) -> None:
+    assert post(client, json.dumps(GOOD).encode()).status_code == 200
+    assert client.get("/health").status_code == 200
 
 
 def test_the_time_of_a_refusal_tells_nothing_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,20 +133,20 @@ def test_a_request_that_breaks_a_step_is_not_worth_a_second_try() -> None:
     ],
     ids=range(13),
 )
-def test_nonsense_is_refused(locked: Server, content: bytes, status: int) -> None:
-    answer = post(locked, content)
+def test_nonsense_is_refused(client: httpx.Client, content: bytes, status: int) -> None:
+    answer = post(client, content)
     assert answer.status_code == status, answer.text
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_body_without_a_length_is_cut_off(locked: Server) -> None:
+def test_a_body_without_a_length_is_cut_off(keyed: Server) -> None:
     def endless() -> Iterator[bytes]:
         for _ in range(1000):
             yield b"x" * 10_000
 
     headers = {"Authorization": f"Bearer {KEY}"}
     try:
-        answer = httpx.post(f"{locked.url}/v1/completions", content=endless(), headers=headers)
+        answer = httpx.post(f"{keyed.url}/v1/completions", content=endless(), headers=headers)
     except httpx.TransportError:
         return  # cut off while the body was still being sent
     assert answer.status_code == 413
@@ -158,8 +155,8 @@ def test_a_body_without_a_length_is_cut_off(locked: Server) -> None:
 @pytest.mark.parametrize(
     "path", ["/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/v1/../../etc/passwd", "//etc/passwd"]
 )
-def test_no_path_leads_out(locked: Server, path: str) -> None:
-    answer = raw(locked, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+def test_no_path_leads_out(keyed: Server, path: str) -> None:
+    answer = raw(keyed, f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
     assert b"root:" not in answer
     assert answer.split(b" ")[1] in (b"404", b"401")
 
@@ -175,20 +172,20 @@ def test_no_path_leads_out(locked: Server, path: str) -> None:
     ],
     ids=range(5),
 )
-def test_heads_that_are_none_do_no_harm(locked: Server, head: bytes) -> None:
-    raw(locked, head)
-    assert httpx.get(f"{locked.url}/health").status_code == 200
+def test_heads_that_are_none_do_no_harm(keyed: Server, head: bytes) -> None:
+    raw(keyed, head)
+    assert httpx.get(f"{keyed.url}/health").status_code == 200
 
 
-def test_what_a_client_names_is_not_written_into_a_head(locked: Server) -> None:
-    answer = post(locked, json.dumps({**GOOD, "model": "x\r\nSet-Cookie: a=b"}).encode())
+def test_what_a_client_names_is_not_written_into_a_head(client: httpx.Client) -> None:
+    answer = post(client, json.dumps({**GOOD, "model": "x\r\nSet-Cookie: a=b"}).encode())
     assert answer.status_code == 404
     assert "set-cookie" not in answer.headers
 
 
-def test_no_other_page_may_call_it(locked: Server) -> None:
+def test_no_other_page_may_call_it(keyed: Server) -> None:
     answer = httpx.options(
-        f"{locked.url}/v1/completions",
+        f"{keyed.url}/v1/completions",
         headers={"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "POST"},
     )
     assert "access-control-allow-origin" not in answer.headers

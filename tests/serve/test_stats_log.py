@@ -8,11 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.server import NGRAM
+from tests.serve.server import KEY, NGRAM, STATS, Server, running
 from trtspec.serve.engine.client import EngineClient
 from trtspec.serve.engine.wire import Delta, EngineLoad
 from trtspec.serve.http.service import Service
@@ -28,8 +23,7 @@ from trtspec.serve.http.stats_log import write_stats
 from trtspec.serve.settings import ServeSettings
 
 PROMPT = "def secret_function(a, b):"
-QUICK = "import trtspec.serve.http.stats_log as s, sys; s.write_stats.__defaults__ = (0.2,); "
-RUN = "from trtspec.cli import main; sys.exit(main(sys.argv[1:]))"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 def lines_of(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
@@ -74,38 +68,40 @@ def test_it_comes_while_something_runs_or_came_and_not_else(caplog: pytest.LogCa
     json.dumps(line, allow_nan=False)
 
 
-@pytest.mark.parametrize(
-    "options", [[], pytest.param(["--disable-log-stats"], marks=pytest.mark.long)], ids=["on", "off"]
-)
-def test_a_server_writes_it_unless_told_not_to(model: Path, tmp_path: Path, options: list[str]) -> None:
-    """A server writes its lines, here five per second, unless told not to; the engine's own process writes none."""
-    command = [sys.executable, "-c", QUICK + RUN, "serve", "--model", str(model), "--port", "0", *options]
-    command += ["--log-format", "json", "--spec", json.dumps(NGRAM)]
-    log = tmp_path / "log"
-    with log.open("w") as stream:
-        process = subprocess.Popen(command, stderr=stream, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        url = None
-        while url is None and process.poll() is None:
-            url = re.search(r"http://[\d.:]+", log.read_text())
-            time.sleep(0.02)
-        assert url is not None, log.read_text()
-        time.sleep(0.6)  # while nothing runs
-        body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-        usage = httpx.post(f"{url[0]}/v1/completions", json=body, timeout=60).json()["usage"]
-        time.sleep(0.6)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(20)
-    events = [json.loads(line) for line in log.read_text().splitlines()]
-    lines = [event for event in events if event["logger"] == "trtspec.stats"]
-    if options:
-        assert not lines
-        return
+def events_of(log: str) -> list[dict[str, Any]]:
+    return [event for event in map(json.loads, log.splitlines()) if event["logger"] == "trtspec.stats"]
+
+
+def ask(server: Server) -> dict[str, Any]:
+    """Return the usage of a request, and wait for the line of its last interval."""
+    body = {"prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=60).json()
+    time.sleep(0.5)
+    return dict(answer["usage"])
+
+
+def test_a_server_writes_it(keyed: Server) -> None:
+    """A server writes its lines, here five per second; the engine's own process writes none."""
+    keyed.wait_idle()
+    time.sleep(0.5)  # for the line of what ran before
+    start = len(keyed.log.read_text())
+    time.sleep(0.3)
+    assert not events_of(keyed.log.read_text()[start:]), "nothing runs"
+    usage = ask(keyed)
+    log = keyed.log.read_text()[start:]
+    lines = events_of(log)
     assert sum(line.get("drafted_tokens", 0) for line in lines) == usage["speculation"]["drafted_tokens"] > 0
     assert sum(line.get("accepted_tokens", 0) for line in lines) == usage["speculation"]["accepted_tokens"]
     generated = sum(line["generated_tokens_per_second"] * line["seconds"] for line in lines)
     assert generated == pytest.approx(200, abs=1)
-    asked = next(event["time"] for event in events if event["message"] == "request")
+    asked = next(event["time"] for event in map(json.loads, log.splitlines()) if event["message"] == "request")
     assert all(line["time"] <= asked or line["generated_tokens_per_second"] for line in lines)
-    assert "secret" not in log.read_text()
+    assert "secret" not in log
+
+
+@pytest.mark.long
+def test_a_server_writes_none_where_it_is_told_not_to(model: Path, tmp_path: Path) -> None:
+    options = ["--log-format", "json", "--disable-log-stats"]
+    with running(model, tmp_path / "log", NGRAM, options, STATS) as server:
+        ask(server)
+    assert not events_of((tmp_path / "log").read_text())

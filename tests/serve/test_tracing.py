@@ -23,7 +23,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from tests.serve.server import NGRAM, running
+from tests.serve.server import running, scripted
+from tests.serve.test_engine_client import SCRIPT
 from trtspec.errors import ConfigError, DependencyError
 from trtspec.outputs import SpeculationStats
 from trtspec.serve.http.api_errors import ApiError
@@ -174,7 +175,23 @@ class _Collector(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+ENGINE = (
+    SCRIPT
+    + """
+say(ready=FACTS)
+for line in lines:
+    request = json.loads(line).get("submit")
+    ends = [None] * 11 + ["length"]
+    for end in ends if request is not None else []:
+        say(deltas=[[request, 0, "x", [1], [], 0, False, end]], load={})
+        time.sleep(0.002)
+"""
+)
+
+
 def test_a_server_sends_its_spans(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server sends the span of a request, here of one to a script in place of the engine."""
+    (tmp_path / "engine.py").write_text(ENGINE)
     collector = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
     collector.got = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=collector.serve_forever)
@@ -182,7 +199,7 @@ def test_a_server_sends_its_spans(model: Path, tmp_path: Path, monkeypatch: pyte
     try:
         monkeypatch.setenv(ADDRESSES[0], f"http://127.0.0.1:{collector.server_port}")
         monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine,deployment.environment.name=test")
-        with running(model, tmp_path / "log", NGRAM) as server:
+        with running(model, tmp_path / "log", program=scripted(tmp_path / "engine.py")) as server:
             headers = {"traceparent": TRACEPARENT, "X-Request-Id": "sent-1"}
             body = {"prompt": SECRET, "max_tokens": 12, "ignore_eos": True, "stream": True}
             assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
