@@ -90,7 +90,7 @@ def assert_same(ours: Tensor, theirs: Tensor) -> None:
 # --- against the reference --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     model=models(),
     parts=batches,
@@ -192,7 +192,7 @@ def test_wider_tables_change_nothing(width: int) -> None:
 
 
 @pytest.mark.usefixtures("two_threads")
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(dtype=st.sampled_from(list(RELATIVE)), parts=batches)
 def test_two_threads_give_the_bits_of_one(dtype: torch.dtype, parts: list[Part]) -> None:
     """Two threads compute the bits of one; 300 rows next to the drawn ones give work to both."""

@@ -72,10 +72,10 @@ class Sequences:
         shape = (sum(needs) + 1, m.block_size, m.kv_heads, m.head_dim)
         k_cache, v_cache = torch.full(shape, poison).to(m.dtype), torch.full(shape, poison).to(m.dtype)
         for part, table in zip(parts, tables, strict=True):
+            places = torch.arange(part.start)
+            slots = torch.tensor(table, dtype=torch.int64)[places // m.block_size], places % m.block_size
             for cache, tokens in ((k_cache, self.k), (v_cache, self.v)):
-                for position in range(part.start):
-                    slot = table[position // m.block_size], position % m.block_size
-                    cache[slot] = tokens[part.sequence, position]
+                cache[slots] = tokens[part.sequence, : part.start]
         q, k, v = (torch.cat([x[p.sequence, p.start : p.end] for p in parts]) for x in (self.q, self.k, self.v))
         return Batch(
             q, k, v, k_cache, v_cache,
@@ -145,16 +145,13 @@ def dense(sequences: Sequences, part: Part, tree_bits: Sequence[Sequence[bool]] 
             seen = [*range(part.start), *(part.start + j for j in range(part.num_rows) if tree_bits[i][j])]
         if m.window:
             seen = [key for key in seen if key > position - m.window]
-        heads = []
-        for h in range(m.heads):
-            kv_head = h // (m.heads // m.kv_heads)
-            scores = k[seen, kv_head] @ q[i, h] * m.head_dim**-0.5
-            if m.softcap:
-                scores = m.softcap * torch.tanh(scores / m.softcap)
-            if m.sinks:
-                scores = torch.cat((scores, sequences.sinks[h : h + 1].double()))
-            heads.append(scores.softmax(0)[: len(seen)] @ v[seen, kv_head])
-        rows.append(torch.stack(heads))
+        keys, values = (x[seen].repeat_interleave(m.heads // m.kv_heads, 1) for x in (k, v))
+        scores = (keys * q[i]).sum(-1) * m.head_dim**-0.5  # [keys, Hq]
+        if m.softcap:
+            scores = m.softcap * torch.tanh(scores / m.softcap)
+        if m.sinks:
+            scores = torch.cat((scores, sequences.sinks.double()[None]))
+        rows.append((scores.softmax(0)[: len(seen), :, None] * values).sum(0))
     return torch.stack(rows) if rows else q.new_empty(0, m.heads, m.head_dim)
 
 

@@ -34,7 +34,7 @@ from trtspec.ops.attention import KV_TILE
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(model=models(), parts=batches)
 def test_ragged_causal_batches(model: Model, parts: list[Part]) -> None:
     assume(any(part.num_rows for part in parts))
@@ -43,7 +43,7 @@ def test_ragged_causal_batches(model: Model, parts: list[Part]) -> None:
         assert_near(out, dense(sequences, part))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(model=models(), parts=batches, seed=st.integers(0, 2**31), density=st.sampled_from([0.05, 0.5, 0.95]))
 def test_trees_see_committed_rows_and_their_own_bits(
     model: Model, parts: list[Part], seed: int, density: float
@@ -67,7 +67,7 @@ def test_a_chain_as_a_tree_is_causal_bit_for_bit() -> None:
         assert torch.equal(tree, causal)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(model=models(), tree=tree_parts(), others=st.lists(parts_of_up_to_40_rows | tree_parts(), max_size=2))
 def test_a_node_has_the_bits_of_its_path_as_a_chain(
     model: Model, tree: TreePart, others: list[Part | TreePart]
@@ -268,7 +268,7 @@ def test_a_tree_row_is_not_reached_by_another_branch() -> None:
 # --- a row's bits -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     model=models(),
     cuts=st.lists(edges | st.integers(1, LONGEST - 1), max_size=5),
