@@ -1,4 +1,7 @@
-"""Each mode of the table with one K and 20 requests; `make contract` runs all K and 64 requests, on all backends."""
+"""Each mode of the table with one K and 20 requests.
+
+`make contract` runs all K with 64 requests, on all backends.
+"""
 
 from __future__ import annotations
 
