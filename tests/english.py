@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -44,21 +45,24 @@ class Problem(NamedTuple):
     sentence: str
 
 
-def texts_of(path: Path, comments: bool = True) -> list[Text]:
+@functools.cache
+def texts_of(path: Path, comments: bool = True) -> tuple[Text, ...]:
     """The prose of a Python or Markdown file."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return list(_markdown(source))
-    return sorted([*_docstrings(source), *(_comments(source) if comments else ())])
+        return tuple(_markdown(source))
+    return tuple(sorted([*_docstrings(source), *(_comments(source) if comments else ())]))
 
 
-def sentences(text: str) -> list[str]:
+@functools.cache
+def sentences(text: str) -> tuple[str, ...]:
     """Sentences of a text, without code. An item of a list is a sentence."""
     text = _INDENTED_CODE.sub("\n\n", _FENCE.sub("\n\n", text))
     parts = (" ".join(part.split()) for part in _END_OF_SENTENCE.split(text))
-    return [part for part in parts if part and re.search(r"[A-Za-z]", part)]
+    return tuple(part for part in parts if part and re.search(r"[A-Za-z]", part))
 
 
+@functools.cache
 def num_words(sentence: str) -> int:
     """Words, of which code between backticks and a bracket of code are one each."""
     shorter = re.sub(r"`[^`]*`|\[[^\]]*\](?:\([^)]*\))?|\([^)]*\)", "x", sentence)
@@ -106,6 +110,8 @@ def _clean(docstring: str) -> str:
 
 def _comments(source: str) -> Iterator[Text]:
     """Comments on lines that follow each other are one text."""
+    if "#" not in source:
+        return  # without the dear work of tokenizing
     block: list[str] = []
     begin = last = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -68,5 +68,5 @@ def test_plain_text_passes(tmp_path: Path) -> None:
 
 def test_sentences_leave_code_out() -> None:
     text = "One sentence. Another one:\n\n    some(code)\n\n- an item\n- another\n\n```python\nmore(code)\n```\n"
-    assert sentences(text) == ["One sentence.", "Another one:", "- an item", "- another"]
+    assert sentences(text) == ("One sentence.", "Another one:", "- an item", "- another")
     assert num_words("Call `f(a, b, c)` (or g) with [B, T] rows.") == 6

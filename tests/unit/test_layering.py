@@ -6,6 +6,7 @@ docs/architecture.md describes the layers.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -44,6 +45,13 @@ RANK = {name: rank for rank, group in enumerate(LAYERS) for name in group}
 TRAIN_MAY_IMPORT = {*LAYERS[0], *LAYERS[1], "config", "text", "ops", "models", "methods", "llm"}
 
 
+@functools.cache
+def imports_of(file: Path) -> list[ast.Import | ast.ImportFrom]:
+    """The imports of a file."""
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imports() -> list[tuple[str, str, str]]:
     """Return (file, its part of the package, imported part) for every import of trtspec by trtspec."""
     found = []
@@ -54,7 +62,7 @@ def imports() -> list[tuple[str, str, str]]:
             own = "train"
         if own in ("__init__", "__main__"):
             continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in imports_of(file):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -91,7 +99,7 @@ def module_imports(modules: dict[str, Path]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, file in modules.items():
         names = set()
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in imports_of(file):
             if isinstance(node, ast.Import):
                 names |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -163,7 +171,7 @@ def test_optional_dependencies_have_one_home() -> None:
     """
     homes = {"xgrammar": ROOT / "verify" / "grammar.py", "opentelemetry": ROOT / "serve" / "http" / "tracing.py"}
     for file in ROOT.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in imports_of(file):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             assert not any(module.split(".")[0] in ("transformers", "vllm") for module in modules), file
@@ -186,7 +194,7 @@ def test_every_package_is_installed() -> None:
 def test_kernels_know_torch_and_the_ops_only() -> None:
     """The package of kernels imports nothing of trtspec but the contracts in trtspec.ops."""
     for file in (ROOT.parent / "plugins").rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        for node in imports_of(file):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             foreign = [module for module in modules if re.match(r"trtspec(\.(?!ops\b)|$)", module)]
