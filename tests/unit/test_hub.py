@@ -32,13 +32,15 @@ ASK = """
 import json, sys
 from trtspec.errors import TrtSpecError
 from trtspec.hub.folders import checkpoint_folder, lasting_path
-try:
-    folder = checkpoint_folder(sys.argv[1], revision=json.loads(sys.argv[2]))
-    path = lasting_path(sys.argv[1], revision=json.loads(sys.argv[2]))
-    files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
-    print(json.dumps({"folder": str(folder), "files": files, "path": str(path)}))
-except TrtSpecError as error:
-    print(json.dumps({"error": type(error).__name__, "says": str(error)}))
+found = []
+for name, revision in json.loads(sys.argv[1]):
+    try:
+        folder, path = (of(name, revision=revision) for of in (checkpoint_folder, lasting_path))
+        files = sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+        found.append({"folder": str(folder), "files": files, "path": str(path)})
+    except TrtSpecError as error:
+        found.append({"error": type(error).__name__, "says": str(error)})
+print(json.dumps(found))
 """
 RUN = """
 import json, sys
@@ -79,7 +81,13 @@ def hub() -> Iterator[Hub]:
 
 
 def ask(hub: Hub, home: Path, name: str = "some/model", revision: str | None = None, **variables: str) -> Any:
-    return run(hub, home, [ASK, name, json.dumps(revision)], **variables)
+    (found,) = ask_all(hub, home, [(name, revision)], **variables)
+    return found
+
+
+def ask_all(hub: Hub, home: Path, asked: list[tuple[str, str | None]], **variables: str) -> list[Any]:
+    """Ask for models, each with its revision, one after another in one process."""
+    return run(hub, home, [ASK, json.dumps(asked)], **variables)  # type: ignore[no-any-return]
 
 
 def run(hub: Hub, home: Path, command: list[str], **variables: str) -> Any:
@@ -119,18 +127,18 @@ def test_only_what_a_model_is_made_of_is_fetched(hub: Hub, tmp_path: Path) -> No
 
 def test_a_revision_is_a_commit_of_its_own(hub: Hub, tmp_path: Path) -> None:
     hub.add("some/model", {**FILES, "config.json": b'{"model_type": "qwen2"}'}, "old")
-    found = ask(hub, tmp_path, revision="old")
+    asked = [("some/model", revision) for revision in ("old", COMMIT["old"], None)]
+    found, by_commit, newest = ask_all(hub, tmp_path, asked)
     assert Path(found["folder"]).name == COMMIT["old"]
     assert b"qwen2" in (Path(found["folder"]) / "config.json").read_bytes()
-    assert ask(hub, tmp_path, revision=COMMIT["old"]) == found
-    assert Path(ask(hub, tmp_path)["folder"]).name == COMMIT["main"]
+    assert by_commit == found
+    assert Path(newest["folder"]).name == COMMIT["main"]
 
 
 def test_what_is_not_there_is_said(hub: Hub, tmp_path: Path) -> None:
-    missing = ask(hub, tmp_path, "some/other")
+    missing, revision = ask_all(hub, tmp_path, [("some/other", None), ("some/model", "never")])
     assert missing["error"] == "CheckpointError"
     assert "target model 'some/other' is neither a folder here nor a model on the Hub" in missing["says"]
-    revision = ask(hub, tmp_path, revision="never")
     assert "'some/model' at revision 'never' does not exist" in revision["says"]
     offline = ask(hub, tmp_path, HF_HUB_OFFLINE="1")
     assert "is not on this machine, and HF_HUB_OFFLINE is set" in offline["says"]
