@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from trtspec.backends.aoti.graph_compiler import GraphCompiler
 from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
 from trtspec.errors import CheckpointError, EngineError
 from trtspec.ops import GraphUse, Lent, load_plugins, open_row, rms_norm
@@ -57,9 +58,9 @@ class Chosen(nn.Module):
 
 
 def compiled(module: nn.Module, example: tuple[Tensor, ...], file: Path) -> Path:
-    program = torch.export.export(module, example, strict=False)
-    options = {"aot_inductor.package_constants_in_so": False, "aot_inductor.precompile_headers": False}
-    return Path(torch._inductor.aoti_compile_and_package(program, package_path=str(file), inductor_configs=options))
+    with GraphCompiler({}) as compiler:
+        compiler.add(torch.export.export(module, example, strict=False), file)
+    return file
 
 
 def unpacked(package: Path) -> Path:
