@@ -16,6 +16,7 @@ from trtspec_plugins.tensorrt.device import architecture
 from trtspec_plugins.triton.launch import LOGITS_STEP
 
 from tests.e2e.conformance import LIMITS, K, make_models, wishes
+from tests.e2e.tiny import make_target
 from tests.fake_tensorrt.builder import FakeBuilder, FakeConfig, FakeTensorRT
 from tests.fake_tensorrt.golden import assert_golden
 from tests.fake_tensorrt.plugins import fake_plugin_of
@@ -103,7 +104,7 @@ def test_logits_that_the_core_gives_to_the_plugin_fit_its_kernel() -> None:
 
 def test_what_is_asked_for_of_an_fp8_checkpoint(models: Path, tmp_path: Path) -> None:
     """Each linear of a layer has a layer that rounds x, a layer that undoes it, and one for the weights."""
-    folder, _, _ = fp8(models / "target", tmp_path, Fp8Kind("modelopt"))
+    folder, _, _ = fp8(make_target(tmp_path, num_hidden_layers=1), tmp_path, Fp8Kind("modelopt"))
     compiled(models, tmp_path, checkpoint=folder, dtype="bfloat16")
     assert FakeBuilder._built is not None
     assert_golden("none, target, fp8 weights and inputs", "tensorrt_none_target_fp8.txt", *FakeBuilder._built)
