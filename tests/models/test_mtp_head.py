@@ -211,8 +211,14 @@ def test_one_module_for_all_drafts(tmp_path: Path, family_of: Change, name: str)
     check_passes(folder, variant.family, 1, 4, (60, 1, 7), each=False)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("num_modules", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("name", "num_modules"),
+    [
+        pytest.param(name, number, marks=[] if name == "mimo" or number == 3 else [pytest.mark.long])
+        for name in VARIANTS
+        for number in (1, 2, 3)
+    ],
+)
 def test_a_module_for_each_draft(tmp_path: Path, family_of: Change, name: str, num_modules: int) -> None:
     """Every pass equals the oracle's, also for prompts that are shorter than the depth of a module."""
     variant = VARIANTS[name]
