@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plugins.packed_layers import EPSILON, FP8, GROUPS, depths, dtypes, layouts, random_layer, random_rows, widths
+from tests.plugins.packed_layers import (
+    EPSILON,
+    FP8,
+    GROUPS,
+    Layer,
+    depths,
+    dtypes,
+    layouts,
+    random_layer,
+    random_rows,
+    widths,
+)
 from trtspec.ops import load_plugins
 
 if "cpu" not in load_plugins():
@@ -52,11 +65,16 @@ def test_a_row_has_the_same_bits_in_every_chunk(
     assert torch.equal(torch.cat([layer(chunk) for chunk in x.split(sizes)]), layer(x))
 
 
+@functools.cache
+def wide_layer(layout: str) -> Layer:
+    return random_layer(layout, torch.bfloat16, 1000, 768)
+
+
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("layout", ["panels", "int8", *GROUPS, *FP8])
 @pytest.mark.parametrize("rows", [1, 7, 13, 96, 97, 500])
 def test_two_threads_give_the_bits_of_one(layout: str, rows: int) -> None:
-    layer = random_layer(layout, torch.bfloat16, 1000, 768)
+    layer = wide_layer(layout)
     x = random_rows(torch.bfloat16, rows, layer.in_features)
     shared = layer(x)
     torch.set_num_threads(1)
