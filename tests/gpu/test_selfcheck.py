@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.async_stand_in import HostQueue
 from tests.contract import batches
-from tests.e2e.conformance import CASES, LIMITS, TIGHT, assert_speculation_changes_nothing, wishes
+from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, wishes
 from tests.e2e.test_faults import VICTIM
 from tests.gpu import engines, faults, kernels, rows
 from tests.gpu.engines import DEMO, WIDE, on_gpu
@@ -124,9 +124,12 @@ def test_engines(models: Path, work: HostQueue) -> None:
 
 @pytest.mark.parametrize("mode", ["eagle3", pytest.param("draft", marks=pytest.mark.long)])
 def test_speculation_changes_nothing(models: Path, work: HostQueue, mode: str) -> None:
-    plain = engines.alone(models / "target", CASES)
+    plain = engines.alone(models / "target", CASES[:20])
     with on_gpu(models / "target", wishes(mode, models, False), **LIMITS, **TIGHT) as llm:
-        assert_speculation_changes_nothing(llm, plain, mode)
+        run = engines.run_together(llm.engine, CASES[:20])
+    assert run.outcomes == plain
+    assert len(run.speculation.acceptance_per_position) == K
+    assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -149,7 +152,7 @@ def test_engine_folders(models: Path, work: HostQueue, tmp_path: Path, monkeypat
 
 def test_the_demo(work: HostQueue) -> None:
     with LLM(DEMO / "target") as llm:
-        cases = engines.demo_cases(llm, 12)
+        cases = engines.demo_cases(llm, 6)
     plain = engines.alone(DEMO / "target", cases)
     with on_gpu(DEMO / "target", engines.demo_speculation("eagle3"), **WIDE) as llm:
         assert engines.run_together(llm.engine, cases).outcomes == plain
