@@ -44,7 +44,7 @@ FALSE_ALARM = 1e-4
 VOCAB, K = 5, 2
 PROMPT = [1, 2, 3, 1]
 NUM_TOKENS = K + 2  # the first is drawn after prefill, tokens 2..K+2 under speculation
-NUM_DRAWS = 50 * 512
+NUM_DRAWS = 20 * 512
 
 
 def make_tiny(folder: Path, name: str, **overrides: Any) -> Path:

@@ -75,7 +75,7 @@ places = st.integers(1, LENGTH - 1) | st.sampled_from([1, 2, 3, 15, 16, 17, 255,
 row_counts = st.integers(1, 5) | st.integers(1, 120)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cuts=st.sets(places, max_size=8), block_size=st.sampled_from([1, 7, 16, 64]))
 def test_every_chunking_of_a_sequence(case: Case, cuts: set[int], block_size: int) -> None:
     paged, edges = case.paged(1, block_size), [0, *sorted(cuts), LENGTH]
@@ -83,7 +83,7 @@ def test_every_chunking_of_a_sequence(case: Case, cuts: set[int], block_size: in
     assert torch.equal(torch.cat(logits), case.logits[0])
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(steps=st.lists(st.dictionaries(st.integers(0, 3), row_counts, min_size=1), min_size=3, max_size=8))
 def test_every_company(case: Case, steps: list[dict[int, int]]) -> None:
     """Logits do not depend on the other sequences of a batch.

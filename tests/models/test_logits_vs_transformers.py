@@ -131,7 +131,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return made
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     chosen=st.lists(st.integers(0, len(PROMPT_LENS) - 1), min_size=1, max_size=4),
     sizes=st.lists(st.integers(1, 300) | st.integers(1, 8), min_size=1, max_size=7),

@@ -262,7 +262,7 @@ def test_no_rows_at_all() -> None:
 # --- kv_compact -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     drawn=st.lists(compacted, min_size=1, max_size=5),
     block_size=st.sampled_from([1, 2, 3, 16]),

@@ -28,7 +28,7 @@ if "cpu" not in load_plugins():
     pytest.skip("the C++ kernels are not built", allow_module_level=True)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(dtype=dtypes, rows=row_counts, depth=depths, width=widths, bias=st.booleans(), float_out=st.booleans())
 def test_floating_point_weights_against_float64(
     dtype: torch.dtype, rows: int, depth: int, width: int, bias: bool, float_out: bool
@@ -49,7 +49,7 @@ def test_floating_point_weights_against_float64(
     assert ((out.double() - exact).abs() <= (depth + 2) * 2**-24 * terms + rounding * exact.abs() + 1e-7).all()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     layout=st.sampled_from(FP8),
     dtype=dtypes,
@@ -97,7 +97,7 @@ def test_x_is_rounded_as_torch_casts_it(scale: float) -> None:
     assert torch.equal(layer(x).nan_to_num(1e9), (cast * x_scale).nan_to_num(1e9))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @example(layout="int8", dtype=torch.float32, rows=3, depth=4097, width=33, bias=False, float_out=True)
 @given(
     layout=st.sampled_from(["int8", *GROUPS]),

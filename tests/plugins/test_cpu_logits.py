@@ -135,13 +135,13 @@ def check(logits: Tensor, groups: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", group_names)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=shapes, vocab=vocabs, rows=st.integers(1, 5), number=numbers)
 def test_each_group_alone(name: str, shape: str, vocab: int, rows: int, number: int) -> None:
     check(random_logits(shape, rows, vocab, number), random_group(name, rows, vocab, number + 1))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     names=st.sets(st.sampled_from(group_names)),
     shape=shapes,
@@ -156,7 +156,7 @@ def test_groups_together(names: set[str], shape: str, vocab: int, rows: int, num
     check(random_logits(shape, rows, vocab, number), groups)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=shapes, vocab=vocabs, rows=st.integers(1, 5), number=numbers)
 def test_all_groups_at_once(shape: str, vocab: int, rows: int, number: int) -> None:
     groups: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def test_all_groups_at_once(shape: str, vocab: int, rows: int, number: int) -> N
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.sampled_from([0.0, -0.0, 1.0, 2.0, 3e38, -3e38, INF, -INF, NAN]), min_size=1, max_size=80),
     number=numbers,
@@ -175,7 +175,7 @@ def test_odd_values_are_filtered_alike(name: str, values: list[float], number: i
     check(torch.tensor([values] * 4), random_group(name, 4, len(values), number))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=shapes, vocab=vocabs, k=st.integers(1, 5100), number=numbers)
 def test_top_k_of_every_size(shape: str, vocab: int, k: int, number: int) -> None:
     """Top-k equals the reference exactly, values too, as nothing is rounded."""
@@ -183,13 +183,13 @@ def test_top_k_of_every_size(shape: str, vocab: int, k: int, number: int) -> Non
     assert process_logits(**given_).equal(_reference(**given_))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=shapes, vocab=vocabs, p=st.floats(2**-23, 1, width=32), number=numbers)
 def test_top_p_of_every_size(shape: str, vocab: int, p: float, number: int) -> None:
     check(random_logits(shape, 2, vocab, number), {"top_ps": torch.tensor([p, 1 - p])})
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(shape=st.sampled_from(["near", "normal", "peak"]), p=st.floats(0.01, 0.999), number=numbers)
 def test_top_p_keeps_the_smallest_head_that_holds_p(shape: str, p: float, number: int) -> None:
     """Top-p keeps the tokens of its definition in double precision, for a vocabulary of usual size."""

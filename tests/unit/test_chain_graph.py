@@ -104,7 +104,7 @@ def make_cache(draft: Draft, requests: list[DraftRequest], rejected: int) -> lis
     return draft.cache()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(states(), st.integers(0, VOCAB - 1), st.sampled_from([10, 17, 64]), st.booleans())
 def test_drafts_and_cache_are_those_of_the_chain_pass_by_pass(
     draft: Draft, requests: list[DraftRequest], rejected: int, max_num_tokens: int, greedy: bool
@@ -122,7 +122,7 @@ def test_drafts_and_cache_are_those_of_the_chain_pass_by_pass(
     assert all(torch.equal(a.nan_to_num(1e9), b.nan_to_num(1e9)) for a, b in zip(own_cache, cache, strict=True))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(states(least=2, hows=(PLAIN, SAMPLED, FILTERED, BANNED)))
 def test_it_is_one_launch_of_a_graph_where_no_more_than_two_rows_are_missing(
     draft: Draft, requests: list[DraftRequest]

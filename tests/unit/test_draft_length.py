@@ -180,7 +180,7 @@ def test_answers_are_nearly_as_fast_as_with_the_best_fixed_number(batch: int) ->
 
     def rate(chooser: DraftLength | int, chance: float) -> float:
         runs = []
-        for i in range(40):
+        for i in range(20):
             runs += simulate(chooser, [Phase(batch, lambda request: chance, steps=48)], REAL, seed=i)
             for request in range(batch) if isinstance(chooser, DraftLength) else ():
                 chooser.forget(request)

@@ -75,7 +75,7 @@ def walk(tree: DraftTree, drafts: Sequence[int], count: int, sampled: Sequence[i
         rows.append(agreed[0] + 1)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tree=trees(), data=st.data())
 def test_acceptance_walks_from_node_to_node(tree: DraftTree, data: st.DataObject) -> None:
     B, N = data.draw(st.integers(1, 4)), len(tree.paths)

@@ -268,7 +268,7 @@ class Checked:
         self.inner.forget(request_id)
 
 
-CASES = [Case(c.prompt, replace(c.params, stop=(), ignore_eos=True)) for c in draw_cases(24, seed=2, most_prompt=40)]
+CASES = [Case(c.prompt, replace(c.params, stop=(), ignore_eos=True)) for c in draw_cases(16, seed=6, most_prompt=40)]
 SCHEDULES: dict[str, dict[str, Any]] = {
     "always": {},
     "up to 3 requests": {"draft_len_schedule": {3: 3}},

@@ -52,12 +52,12 @@ def test_every_truncation_is_said(good: Path, tmp_path: Path) -> None:
 def test_changed_bytes_give_typed_errors_or_another_model(good: Path, tmp_path: Path) -> None:
     """Files with changed headers load as another model or raise typed errors.
 
-    There are 2,000 files, from a fixed seed, with 1 to 4 bytes of the header changed.
+    There are 800 files, from a fixed seed, with 1 to 4 bytes of the header changed.
     """
     whole, file, end = good.read_bytes(), tmp_path / "changed.gguf", header_end(good)
     draw, refused, unnamed = random.Random(0), 0, 0
     tracemalloc.start()
-    for _ in range(2000):
+    for _ in range(800):
         changed = bytearray(whole)
         for _ in range(draw.randint(1, 4)):
             changed[draw.randrange(4, end)] = draw.choice((0, 1, 0x7F, 0x80, 0xFF, draw.randrange(256)))
@@ -68,7 +68,7 @@ def test_changed_bytes_give_typed_errors_or_another_model(good: Path, tmp_path: 
             refused, unnamed = refused + 1, unnamed + ("changed.gguf" not in str(error))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert refused > 200
+    assert refused > 80
     assert unnamed == 0
     assert peak < 64 * len(whole)
 

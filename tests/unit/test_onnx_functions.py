@@ -114,7 +114,7 @@ def expect_attention(tensors: list[Tensor], attributes: dict[str, Any]) -> None:
         assert torch.equal(ours[1:].view(torch.uint8), theirs[1:].view(torch.uint8))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=attention_cases())
 def test_attention(case: tuple[list[Tensor], dict[str, Any]]) -> None:
     expect_attention(*case)

@@ -87,7 +87,7 @@ def near_a_threshold(case: dict[str, Tensor]) -> Tensor:
     return close
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=logits_cases())
 def test_logits(case: dict[str, Tensor]) -> None:
     """The same tokens are kept as in the reference, except near a threshold.
@@ -195,7 +195,7 @@ def sample_cases(draw: st.DrawFn) -> list[Tensor]:
     return [x, greedy, keys, places, vocab_ids]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=sample_cases())
 def test_tokens_are_the_references(case: list[Tensor]) -> None:
     ours, expected = run("SpecSample", case)[0], sample._reference(*case)

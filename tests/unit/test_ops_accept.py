@@ -77,7 +77,7 @@ def batches(draw: st.DrawFn) -> list[Row]:
     return draw(st.lists(row, min_size=1, max_size=8))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(rows=batches())
 def test_against_a_loop(rows: list[Row]) -> None:
     assert accept(*rows) == [expected(row) for row in rows]

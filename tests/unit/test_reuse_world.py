@@ -246,7 +246,7 @@ def test_thousands_of_random_events(mode: str) -> None:
     """The cache stays right in small and large caches, with frequent hits, evictions and preemptions."""
     seen: Counter[str] = Counter()
     seed = 0
-    while seen["events"] < 10_000:
+    while seen["events"] < 4_000:
         rng = random.Random(seed)
         world = World(mode, **{name: rng.choice(values) for name, values in WORLDS.items()}, rng=rng)
         while world.seen["events"] < 150:
@@ -256,7 +256,7 @@ def test_thousands_of_random_events(mode: str) -> None:
         seen += world.seen
         seen["preemptions"] += world.scheduler.num_preemptions
         seed += 1
-    assert min(seen["hits"], seen["evictions"], seen["preemptions"]) > 400, seen
+    assert min(seen["hits"], seen["evictions"], seen["preemptions"]) > 160, seen
 
 
 class ReuseMachine(RuleBasedStateMachine):
@@ -312,4 +312,4 @@ class ReuseMachine(RuleBasedStateMachine):
 
 
 TestReuse = ReuseMachine.TestCase
-TestReuse.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestReuse.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

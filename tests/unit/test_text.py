@@ -37,7 +37,7 @@ def chunked(draw: st.DrawFn, items: list[int] | str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_deltas_add_up_to_decode(name: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[name]
@@ -50,7 +50,7 @@ def test_deltas_add_up_to_decode(name: str, data: st.DataObject, skip: bool) -> 
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), skip=st.booleans())
 def test_text_goes_on_from_its_prompt(name: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = TOKENIZERS[name]
@@ -68,7 +68,7 @@ def test_text_goes_on_from_its_prompt(name: str, data: st.DataObject, skip: bool
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback", "gemma"])
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=unicode_text)
 def test_bytes_of_tokens_add_up_to_the_text(name: str, text: str) -> None:
     """Also where a token is a part of a character. The space that some put before a text is one of theirs."""
@@ -89,7 +89,7 @@ def test_the_space_before_a_first_word_is_kept() -> None:
         assert detokenizer.push(ids) + detokenizer.flush() == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_byte_level_text_is_not_held_back_longer_than_needed(data: st.DataObject) -> None:
     tokenizer = TOKENIZERS["byte_level"]
@@ -158,7 +158,7 @@ def cut_at_stop(text: str, stops: list[str], include: bool, after: int = 0) -> t
     return text, None
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), text=st.text("ab é", max_size=16), stops=stop_strings, include=st.booleans())
 def test_stop_found_at_any_split(data: st.DataObject, text: str, stops: list[str], include: bool) -> None:
     matcher, shown, seen = StopMatcher(stops, include), "", ""
@@ -181,7 +181,7 @@ def test_empty_stop_string_is_refused() -> None:
         StopMatcher(["a", ""])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     data=st.data(),
     text=st.text("ab é😀", max_size=24),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import xgrammar
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trtspec.serve.http.protocol import FunctionName, NamedTool, Tool
@@ -68,6 +68,7 @@ CASES: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_calls_are_found_however_the_text_is_cut(
     case: tuple[Notation, str, str, list[tuple[str, Any]]], data: st.DataObject

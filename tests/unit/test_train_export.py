@@ -95,7 +95,7 @@ def test_acceptance_equals_drafting_and_checking_step_by_step() -> None:
     for parameter in draft.parameters():  # a blurred target, so that it is right now and then
         parameter.data += 0.3 * parameter.data.std() * torch.randn(parameter.shape, generator=generator)
     prompts = torch.randint(12, (6, 5), generator=generator)
-    new, K = 40, 3
+    new, K = 24, 3
     counts = []
     for prompt in prompts:
         text = greedy(target, prompt[None], new)[0]

@@ -33,7 +33,7 @@ from trtspec.sampling_params import RequestSampling, SamplingParams
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(trees(), min_size=1, max_size=3))
 def test_tables_of_given_parents_are_those_of_the_shape(shapes: list[DraftTree]) -> None:
     """Several requests have trees of their own; what is past a request's nodes is a child of the last token."""
