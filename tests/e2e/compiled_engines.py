@@ -1,4 +1,7 @@
-"""Compiled engines of each mode, built when first asked for, and functions that damage their folders and inputs."""
+"""Compiled engines of each mode, built when first asked for, and functions that damage their folders and inputs.
+
+Their models have two layers and make two drafts, the smallest numbers with more than one of each in a graph.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,63 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.conformance import CASES, LIMITS, make_models
-from tests.e2e.conformance import build as build_folder
-from tests.e2e.tiny import Outcome, run_alone
+from tests.e2e import conformance
+from tests.e2e.conformance import CASES, LIMITS, TIGHT, packed
+from tests.e2e.tiny import Outcome, add_tokenizer, make_target, perturbed, run_alone
 from trtspec import LLM
+from trtspec.build.build import build_engine
+from trtspec.config.checkpoint.model import ModelConfig
+from trtspec.config.engine import EngineConfig
 from trtspec.core import StepInputs
+from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.eagle3.train import export_eagle3, new_head
+from trtspec.models.weights import load_decoder
 
-DTYPES = ("float32", "bfloat16")
+K = 2
+CAPTURED = (0, 1)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
+    """target/, draft/ (target with noise) and head/ (EAGLE3), all untrained, with 16 ids."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(folder, num_hidden_layers=2)
+    add_tokenizer(target)
+    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (target / "additional_chat_templates").mkdir()
+    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
+    perturbed(target, noise=0.15)
+    config = ModelConfig.from_folder(target)
+    torch.manual_seed(1)  # with this seed, both positions are right now and then
+    head = new_head(load_decoder(config, torch.float32), CAPTURED, torch.arange(13))
+    export_eagle3(head, config, CAPTURED, folder / "head", torch.float32)
+    return folder
+
+
+def speculation(mode: str, models: Path) -> dict[str, Any] | None:
+    """The speculation of conformance.speculation with K drafts. The mode "scheduled" is eagle3 with a schedule of K."""
+    found = conformance.speculation("eagle3" if mode == "scheduled" else mode, models)
+    if found is None or "num_speculative_tokens" not in found:
+        return found
+    found |= {"num_speculative_tokens": K, "draft_len_schedule": {5: K, 7: 1} if mode == "scheduled" else None}
+    return found
 
 
 @pytest.fixture(scope="module")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """(mode, dtype) -> an engine folder, built when first asked for.
-
-    The mode "scheduled" is eagle3 with a schedule of draft lengths.
-    """
+    """(mode, dtype) -> an engine folder, built when first asked for."""
 
     @functools.cache
     def build(mode: str, dtype: str) -> Path:
         output = tmp_path_factory.mktemp("engines") / f"{mode}-{dtype}"
-        mode, schedule = asked(mode)
-        return build_folder(models, output, "aoti", mode, dtype, schedule)
+        config = EngineConfig(backend="aoti", dtype=dtype, **LIMITS)
+        build_engine(models / "target", output, read_speculative_config(speculation(mode, models)), config)
+        return output
 
     return build
 
@@ -56,15 +87,30 @@ def plain(engine: Callable[[str, str], Path], models: Path) -> Callable[[str, st
     return outcomes
 
 
-def asked(mode: str) -> tuple[str, bool]:
-    """Return the mode for conformance.build, and whether the engine has its schedule of draft lengths."""
-    return ("eagle3", True) if mode == "scheduled" else (mode, False)
+def assert_speculation_changes_nothing(llm: LLM, plain: list[Outcome], mode: str) -> None:
+    """Check packed runs against plain decoding of each case alone. Drafts are right now and then at both positions."""
+    run = packed(llm)
+    assert run.outcomes == plain
+    if mode != "none":
+        assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
+        assert len(run.speculation.acceptance_per_position) == K
+
+
+def assert_words_are_those_of_eager(engine: Path, models: Path, mode: str, plain: list[Outcome]) -> None:
+    """Check that an fp32 engine and eager return the same ids and accept the same drafts.
+
+    plain: eager's outcomes of plain decoding, each case alone.
+    """
+    compiled = packed(LLM(engine, **TIGHT))
+    eager = packed(LLM(models / "target", speculation(mode, models), **LIMITS, **TIGHT))
+    assert compiled.outcomes == eager.outcomes == plain
+    assert compiled.speculation == eager.speculation
 
 
 @pytest.fixture
 def copy(engine: Callable[[str, str], Path], tmp_path: Path) -> Path:
     """An engine folder that a test may damage."""
-    return shutil.copytree(engine("ngram", "float32"), tmp_path / "engine")
+    return shutil.copytree(engine("eagle3", "float32"), tmp_path / "engine")
 
 
 def edited(folder: Path, **changes: object) -> None:
