@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch._inductor import config as inductor
 
 from tests.checkpoints import edit_config
-from tests.e2e import compiled_engines
-from tests.e2e.conformance import CASES, LIMITS, TIGHT, packed, speculation
+from tests.e2e.conformance import CASES, LIMITS, TIGHT, make_models, packed, speculation
 from tests.e2e.tiny import make_target, run_alone
 from tests.head_checkpoints import make_eagle
 from trtspec import LLM
@@ -29,7 +26,10 @@ from trtspec.errors import CheckpointError, ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.modes import SpeculativeDecodingMode as M
 
-models = compiled_engines.models
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.long
@@ -60,13 +60,11 @@ def test_a_checkpoint_is_not_an_engine(models: Path) -> None:
         LLM(models / "target", backend="aoti")
 
 
-def test_without_a_compiler_nothing_is_begun(models: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "trtspec", "build", "--checkpoint_dir", str(models / "target")]
-    environment = {name: value for name, value in os.environ.items() if name != "CXX"} | {"PATH": str(tmp_path)}
-    command += ["--output_dir", str(tmp_path / "out")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "needs a C++ compiler; install g++" in done.stderr
+def test_without_a_compiler_nothing_is_begun(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--checkpoint_dir", str(models / "target"), "--output_dir", str(tmp_path / "out")]
+    with inductor.patch({"cpp.cxx": (str(tmp_path / "no-compiler"),)}):
+        assert main(["build", *arguments]) == 1
+    assert "needs a C++ compiler; install g++" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
