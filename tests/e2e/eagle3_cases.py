@@ -22,7 +22,7 @@ K = 3
 MOST_K = 7
 CAPTURE = (0, 1)
 DRAFT_IDS = (0, 9, 4, 12, 1, 2, 14, 5, 6, 11, 8)
-CASES = draw_cases(30, seed=27, most_prompt=60)
+CASES = draw_cases(24, seed=27, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 PLAIN: dict[str, Any] = {**ROOMY, "max_batch_size": 64, "enable_prefix_caching": False}
 # Up to 84 tokens a request in 24 blocks of 4, so requests are preempted. At most 32 rows a step, so long prompts are

@@ -37,7 +37,7 @@ from trtspec.protocols import DraftRequest
 from trtspec.sampling_params import sample_seed
 
 K, MOST_K = 3, 5
-CASES = draw_cases(30, seed=27, most_prompt=60)
+CASES = draw_cases(24, seed=27, most_prompt=60)
 ROOMY: dict[str, Any] = {"num_kv_blocks": 1000, "block_size": 4}
 # Up to 84 tokens a request in 24 blocks of 4, so requests are preempted. At most 32 rows a step, so long prompts are
 # prefilled in chunks.
@@ -128,9 +128,7 @@ def assert_right(llm: LLM, expected: Reference, cases: list[Case] | None = None)
     return run
 
 
-@pytest.mark.parametrize(
-    ("k", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (4, "bfloat16"), (5, "float32")]
-)
+@pytest.mark.parametrize(("k", "dtype"), [(1, "float32"), (2, "bfloat16"), (5, "float32")])
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int, dtype: str) -> None:
     """Every draft length works in a cache too small for all, with prompts in chunks.
 
@@ -146,7 +144,7 @@ def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k
         assert run.cut_inside_draft()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("rows", [1, 5])
 def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
     """Drafts are right for prompts in chunks.
 
@@ -158,7 +156,7 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], ro
         assert most() == rows
 
 
-@pytest.mark.parametrize("size", [1, 3, 16])
+@pytest.mark.parametrize("size", [1, 16])
 def test_other_block_sizes(make: Make, reference: Callable[[str], Reference], size: int) -> None:
     """Drafts are right with other block sizes.
 

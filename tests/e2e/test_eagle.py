@@ -29,7 +29,7 @@ def reference(target: Path, make: Make) -> Callable[[str], Reference]:
     return functools.cache(lambda dtype: refer(target, lambda: inside(make, dtype=dtype), CASES, dtype=dtype))
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("k", [1, 2, 5])
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int) -> None:
     """Every draft length works in a cache too small for all, with prompts in chunks.
 
@@ -54,7 +54,7 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference],
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
-@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("rows", [7])
 def test_chunks_of_prompts(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
     """Prompts in chunks change no draft. The token after a chunk is the prompt's."""
     with make(3, max_batch_size=8, **ROOMY) as llm:

@@ -47,8 +47,9 @@ reference = eagle3_cases.reference
 # -- every K -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize(
+    ("k", "dtype"), [(1, "float32"), (2, "bfloat16"), (3, "float32"), (5, "bfloat16"), (7, "float32")]
+)
 def test_every_draft_length(make: Make, reference: Callable[[str], Reference], k: int, dtype: str) -> None:
     """Every draft length works in a cache too small for all, with prompts in chunks.
 
@@ -80,9 +81,9 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[str], Reference],
 # -- chunks and blocks ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", range(1, 18))
-def test_every_chunk_size(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
-    """Every chunk size works: chunks end before, at and after the ends of blocks.
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 17])
+def test_chunk_sizes(make: Make, reference: Callable[[str], Reference], rows: int) -> None:
+    """Chunks end before, at and after the ends of blocks.
 
     The token after a chunk is the prompt's.
     """
@@ -90,7 +91,7 @@ def test_every_chunk_size(make: Make, reference: Callable[[str], Reference], row
     with make(K, dtype, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
         expected = reference(dtype)
-        run = assert_lossless(llm, watch(llm, expected.answers if rows % 3 else None), expected, count=16)
+        run = assert_lossless(llm, watch(llm, expected.answers if rows % 3 else None), expected, count=12)
         assert most() == rows
         assert run.num_mixed_steps > 0
 
@@ -121,8 +122,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize(("name", "dtype"), [("schedule", "float32"), ("ranges", "bfloat16")])
 def test_draft_length_by_batch_size(make: Make, reference: Callable[[str], Reference], name: str, dtype: str) -> None:
     """Requests join and leave, so that K goes up, down, to 0 and back while others are in the middle."""
     expected = reference(dtype)
@@ -155,7 +155,7 @@ def test_a_long_gap_without_drafts(make: Make, reference: Callable[[str], Refere
 # -- how far drafts get --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("k", [1, 7])
 def test_a_head_that_is_always_right_gives_k_plus_one_tokens_each_step(
     make: Make, reference: Callable[[str], Reference], k: int
 ) -> None:
@@ -171,8 +171,10 @@ def test_a_head_that_is_always_right_gives_k_plus_one_tokens_each_step(
     assert sum(e.draft_len == k for e in verified) > len(verified) / 2  # fewer only at the end of a request
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["stop token", "stop string", "end of sequence", "length"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("stop token", "float32"), ("stop string", "bfloat16"), ("end of sequence", "float32"), ("length", "bfloat16")],
+)
 def test_every_kind_of_end_falls_inside_a_draft(
     make: Make, reference: Callable[[str], Reference], dtype: str, kind: str
 ) -> None:
