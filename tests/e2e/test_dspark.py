@@ -14,6 +14,7 @@ from trtspec import LLM
 from trtspec.errors import ConfigError
 
 K = 4
+CASES = cases()[:32]
 
 
 @pytest.fixture(scope="module")
@@ -26,13 +27,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(target: Path) -> list[Outcome]:
     with LLM(target, **LIMITS, **ROOMY) as llm:
-        return run_alone(llm.engine, cases())
+        return run_alone(llm.engine, CASES)
 
 
 def run(target: Path, draft: Path, **fields: Any) -> Run:
     speculation = {"method": "dspark", "model": str(draft), "num_speculative_tokens": K, **fields}
     with LLM(target, speculation, **LIMITS, **TIGHT) as llm:
-        found = run_together(llm.engine, cases())
+        found = run_together(llm.engine, CASES)
         assert llm.engine.stats.preemptions > 0
         assert llm.engine.stats.drafter_failures == 0
     return found

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, make_models, packed, speculation, wishes
 from tests.e2e.tensorrt_engines import cuda, kernels, trt
 from tests.e2e.test_tensorrt_runtime import CONFIG
-from tests.e2e.tiny import run_alone, run_together
+from tests.e2e.tiny import make_target, run_alone, run_together
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT
 from trtspec import LLM
@@ -140,15 +140,14 @@ def test_a_network_of_tensorrts(
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_a_step_is_what_its_network_computes(
-    trt: TensorRT, models: Path, checkpoints: dict[Fp8Kind, Path], tmp_path: Path, dtype: str
-) -> None:
+def test_a_step_is_what_its_network_computes(trt: TensorRT, models: Path, tmp_path: Path, dtype: str) -> None:
     """With rounded inputs, too, the network returns the eager step's tokens.
 
     Keys and values differ by up to a sixteenth here and there.
     """
-    eager = LLM(checkpoints[STATIC], dtype=dtype, **LIMITS, **TIGHT).engine.loop.target.inner
-    output = built(checkpoints[STATIC], tmp_path / "engine", replace(CONFIG, dtype=dtype), models)
+    checkpoint, _, _ = fp8(make_target(tmp_path, num_hidden_layers=1), tmp_path / "fp8", STATIC)
+    eager = LLM(checkpoint, dtype=dtype, **LIMITS, **TIGHT).engine.loop.target.inner
+    output = built(checkpoint, tmp_path / "engine", replace(CONFIG, dtype=dtype), models)
     network = list(trt.plans.values())[-1][0]
     inputs = example_batch(0, LIMITS["block_size"])
     inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9 + 1)
