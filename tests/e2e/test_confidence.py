@@ -33,7 +33,10 @@ QUICK = {M.MTP, M.EAGLE3, M.EAGLE3_ONE_MODEL, M.MEDUSA, M.PARD}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return Models(tmp_path_factory.mktemp("models"))
+    """The contract's models, with fewer requests, among which are long ones."""
+    models = Models(tmp_path_factory.mktemp("models"))
+    models.cases = models.cases[4:28]
+    return models
 
 
 def run(models: Models, mode: M, threshold: float, backend: str = "eager") -> Run:
@@ -49,7 +52,7 @@ def run(models: Models, mode: M, threshold: float, backend: str = "eager") -> Ru
         found = run_together(llm.engine, models.cases)
         assert llm.engine.stats.preemptions > 0
         assert llm.engine.stats.drafter_failures == 0
-    assert found.outcomes == models.plain(recipe.target, backend)
+    assert found.outcomes == models.plain(recipe.target, "eager" if backend == "cuda" else backend)
     return found
 
 

@@ -216,7 +216,7 @@ def test_force_accepts_no_draft_that_there_is_not(
 @pytest.mark.parametrize("graphs", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_gpu_s_graphs(models: Path, work: HostQueue, no_failure: None, graphs: bool) -> None:
     """On the stand-in for a GPU, rows of drafts that do not exist are part of both uniform and ragged graphs."""
-    cases = draw_cases(24, 5, most_prompt=60, most_tokens=70)
+    cases = draw_cases(16, 5, most_prompt=60, most_tokens=40)
     with LLM(models / "target", enable_prefix_caching=False, num_kv_blocks=500) as llm:
         outcomes = run_alone(llm.engine, cases)
     options: dict[str, Any] = {"max_batch_size": 5, "max_num_tokens": 48, "block_size": 4, "num_kv_blocks": 90}
