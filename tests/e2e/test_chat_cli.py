@@ -49,7 +49,7 @@ class Terminal:
             [sys.executable, "-m", "trtspec", *arguments],
             stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
             preexec_fn=_take_terminal,
-            env={**os.environ, "TERM": "xterm", "PYTHONPATH": os.pathsep.join(sys.path)},
+            env={**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
         os.close(slave)
         self.raw = ""
@@ -107,17 +107,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def terminal(model: Path) -> Iterator[Terminal]:
+@pytest.fixture(scope="module")
+def chat(model: Path) -> Iterator[Terminal]:
+    """A chat that tests share, because it takes seconds to start."""
     own = Terminal(
         "chat", str(model), "--backend", "eager", "--spec-model", str(DEMO / "draft"), "--spec-tokens", "3",
         "--temperature", "0", "--max-tokens", "24", "--max-seq-len", "256", "--system", "import os",
     )  # fmt: skip
-    own.read("> ")
-    yield own
-    own.process.kill()
-    own.process.wait()
-    os.close(own.master)
+    try:
+        own.read("> ")
+        yield own
+        assert own.close() == 0
+    finally:
+        own.process.kill()
+        own.process.wait()
+        os.close(own.master)
+
+
+@pytest.fixture
+def terminal(chat: Terminal) -> Terminal:
+    """The shared chat, in a new conversation."""
+    assert chat.ask("/new").strip() == "a new conversation"
+    return chat
 
 
 def answers(model: Path, questions: list[str]) -> list[str]:
@@ -140,12 +151,13 @@ def lines(text: str) -> list[str]:
 def test_turns_follow_one_another_and_their_worth_is_shown(model: Path, terminal: Terminal) -> None:
     questions = ["class Stack:", "    def pop(self):"]
     first, second = answers(model, questions)
+    before = len(terminal.raw)
     assert second != answers(model, questions[1:])[0]  # the conversation matters
     for question, expected in zip(questions, (first, second), strict=True):
         *said, worth = lines(terminal.ask(question))
         assert said == lines(expected)
         assert re.fullmatch(r"24 tokens · \d+ tok/s · [\d.]+ tokens per step · drafts accepted [\d ]+ %", worth), worth
-    assert "\x1b[32m" in terminal.raw  # accepted drafts are green
+    assert "\x1b[32m" in terminal.raw[before:]  # accepted drafts are green
     *said, _ = lines(terminal.ask("/retry"))  # greedy: the same answer after the same first turn
     assert said == lines(second)
     terminal.ask("/new")
@@ -153,7 +165,6 @@ def test_turns_follow_one_another_and_their_worth_is_shown(model: Path, terminal
     assert said == lines(first)
     assert "/exit" in terminal.ask("/help")
     assert "/exit" in terminal.ask("/nonsense")
-    assert terminal.close() == 0
 
 
 def test_a_line_that_ends_with_a_backslash_goes_on(model: Path, terminal: Terminal) -> None:
@@ -200,14 +211,17 @@ def test_the_conversation_outlives_a_question_that_has_no_room(model: Path, term
     assert said == lines(expected[0])
 
 
-@pytest.mark.parametrize(
-    ("model_name", "complaint"),
-    [("nowhere/at/all", "nowhere"), (str(DEMO / "target"), "chat template")],
-)
-def test_a_model_that_cannot_chat_is_refused(model_name: str, complaint: str) -> None:
-    own = Terminal("chat", model_name, "--backend", "eager")
+def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "nowhere/at/all", "--backend", "eager"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("trtspec: ")
+    assert "nowhere" in said
+
+
+def test_a_model_that_cannot_chat_is_refused() -> None:
+    own = Terminal("chat", str(DEMO / "target"), "--backend", "eager")
     own.read("trtspec: ")
-    own.read(complaint)
+    own.read("chat template")
     assert own.process.wait(60) == 1
     assert "Traceback" not in own.seen
     os.close(own.master)
