@@ -21,7 +21,7 @@ from tests.serve.server import running
 from trtspec import LLM, SamplingParams
 from trtspec.build import start as starting
 from trtspec.build.cache import Cache
-from trtspec.errors import CapacityError, CheckpointError, ConfigError
+from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError
 
 OP_BY_OP = "runs op by op and slower, not as a compiled engine"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
@@ -31,6 +31,12 @@ LIMITS = {"max_batch_size": 4, "num_kv_blocks": 64}
 def ids(llm: LLM) -> list[int]:
     (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
     return list(output.outputs[0].token_ids)
+
+
+def runs(llm: LLM) -> str:
+    """The name of the class that runs the target."""
+    executable: Any = llm.engine.executables[0]
+    return type(executable.inner).__name__
 
 
 def eager_ids(model: Path, **options: Any) -> list[int]:
@@ -305,19 +311,20 @@ def test_what_is_made_is_ours_alone(warm: Warm) -> None:
 # -- without a compiler, a disk, a cache ------------------------------------------------------------------------------
 
 
-def test_without_a_compiler_it_works_and_says_so(warm: Warm, tmp_path: Path) -> None:
+def test_without_a_compiler_it_works_and_says_so(
+    warm: Warm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "bin").mkdir()
-    both = [
-        start(warm.model, tmp_path / "cache", options, PATH=str(tmp_path / "bin"), CXX="g++")
-        for options in ({}, {"backend": "aoti"})
+    for name, value in {"TRTSPEC_CACHE": str(tmp_path / "cache"), "PATH": str(tmp_path / "bin"), "CXX": "g++"}.items():
+        monkeypatch.setenv(name, value)
+    with LLM(warm.model, **LIMITS) as llm:
+        assert runs(llm) == "EagerExecutable"
+        assert ids(llm) == warm.first[0].said["ids"]
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{warm.model} {OP_BY_OP}: there is no C++ compiler; install g++ (apt install g++) or set CXX"
     ]
-    eager, refused = map(ended, both)
-    assert (eager.said["runs"], eager.said["ids"]) == ("EagerExecutable", warm.first[0].said["ids"])
-    assert [line for line in eager.log.splitlines() if line.startswith("WARNING")] == [
-        f"WARNING {warm.model} {OP_BY_OP}: there is no C++ compiler; install g++ (apt install g++) or set CXX"
-    ]
-    assert refused.said["error"] == "DependencyError"
-    assert "install g++ (apt install g++) or set CXX" in refused.said["message"]
+    with pytest.raises(DependencyError, match=r"install g\+\+ \(apt install g\+\+\) or set CXX"):
+        LLM(warm.model, backend="aoti", **LIMITS)
 
 
 @pytest.mark.long
