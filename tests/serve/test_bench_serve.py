@@ -119,6 +119,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
         (b"data: [DONE]\n\n", "no token"),
         (b"data: {oops\n\n", "JSONDecodeError"),
         (b"data: " + b"x" * 2**20, "Got more than"),
+        (b'data: {"error": "the queue is full"}\n\n', "the queue is full"),
     ],
 )
 def test_what_no_server_should_send_fails_that_request_alone(content: bytes, error: str) -> None:

@@ -122,7 +122,8 @@ def _read(told: Told, line: bytes, now: float) -> None:
         return
     chunk = json.loads(line[6:])
     if "error" in chunk:
-        told.error = str(chunk["error"].get("message", chunk["error"]))
+        said = chunk["error"]
+        told.error = str(said.get("message", said) if isinstance(said, dict) else said)
     if chunk.get("choices"):
         if told.last is None:
             told.first = now
