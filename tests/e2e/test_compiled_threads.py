@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("two_threads")
 def test_rows_that_threads_share_do_not_change_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of 16 requests with 7 drafts each has 128 rows of 512 values, which two threads share.
