@@ -1,8 +1,10 @@
-"""A checkpoint whose engine two processes, started at once, compile together; and copies of their cache."""
+"""A checkpoint whose engine two processes want at once, one of which compiles it; and copies of their cache."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,8 +17,10 @@ from typing import Any
 import pytest
 
 from tests.e2e.tiny import add_tokenizer, make_target
+from trtspec import LLM, SamplingParams
 from trtspec.build.cache import Cache
 
+LIMITS = {"max_batch_size": 4, "num_kv_blocks": 64}
 SCRIPT = """
 import json, logging, sys
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
@@ -38,7 +42,7 @@ print(json.dumps({
 
 @dataclass
 class Started:
-    """Output of a process that started an engine: its log on stderr, and in `said` the JSON of SCRIPT."""
+    """What a process that started an engine told: its log, and in `said` the JSON of SCRIPT."""
 
     log: str
     said: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +68,40 @@ def ended(process: subprocess.Popen[str]) -> Started:
     return Started(log, json.loads(out.splitlines()[-1]))
 
 
+def ids(llm: LLM) -> list[int]:
+    """The ids that SCRIPT generates."""
+    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def runs(llm: LLM) -> str:
+    """The name of the class that runs the target."""
+    executable: Any = llm.engine.executables[0]
+    return type(executable.inner).__name__
+
+
+def start_here(model: Path, cache: Path) -> Started:
+    """Start the engine in this process, where the compiler may be loaded already."""
+    log = io.StringIO()
+    logger, handler = logging.getLogger("trtspec"), logging.StreamHandler(log)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRTSPEC_CACHE", str(cache))
+            with LLM(model, **LIMITS) as llm:
+                said = {"ids": ids(llm), "runs": runs(llm)}
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+    return Started(log.getvalue(), said)
+
+
 @dataclass(frozen=True)
 class Warm:
-    """A checkpoint, a cache that has its engine, and the outputs of the two processes that compiled the engine."""
+    """A checkpoint, a cache that has its engine, and what this process and another told that wanted it at once."""
 
     model: Path
     folder: Path
@@ -88,9 +123,8 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Warm:
     folder = tmp_path_factory.mktemp("cached")
     model = make_target(folder, num_hidden_layers=1)
     add_tokenizer(model)
-    both = [start(model, folder / "cache") for _ in range(2)]
-    first, second = (ended(process) for process in both)
-    return Warm(model, folder / "cache", (first, second))
+    other = start(model, folder / "cache")
+    return Warm(model, folder / "cache", (start_here(model, folder / "cache"), ended(other)))
 
 
 @pytest.fixture

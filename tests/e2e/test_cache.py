@@ -16,27 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cached import Warm, ended, start
+from tests.e2e.cached import LIMITS, Warm, ended, ids, runs, start
 from tests.serve.server import running
-from trtspec import LLM, SamplingParams
+from trtspec import LLM
 from trtspec.build import start as starting
 from trtspec.build.cache import Cache
 from trtspec.errors import CapacityError, CheckpointError, ConfigError, DependencyError
 
 OP_BY_OP = "runs op by op and slower, not as a compiled engine"
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
-LIMITS = {"max_batch_size": 4, "num_kv_blocks": 64}
-
-
-def ids(llm: LLM) -> list[int]:
-    (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
-    return list(output.outputs[0].token_ids)
-
-
-def runs(llm: LLM) -> str:
-    """The name of the class that runs the target."""
-    executable: Any = llm.engine.executables[0]
-    return type(executable.inner).__name__
 
 
 def eager_ids(model: Path, **options: Any) -> list[int]:
