@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +24,10 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _INDENTED_CODE = re.compile(r"(?:^|\n\n)(?: {4,}[^\n]*(?:\n|$))+")
 _END_OF_SENTENCE = re.compile(r"(?<=[.!?])[)\"'`*]*\s+|\n\s*\n|\n(?=[-*|] |\d+\. )|(?<=\))\. ")
 _ONLY_REFERS = re.compile(r"(?:see|as|like) (?:`?[\w./]+`?)(?:[ ,](?:and )?`?[\w./]+`?)?\.?", re.IGNORECASE)
+_STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|\'{3}(?:\\.|[^\\])*?\'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(?P<comment>#[^\n]*)''',
+    re.DOTALL,
+)
 _WORDS_TO_AVOID = {"beside": "next to", "behind": "after"}
 
 
@@ -110,22 +112,21 @@ def _clean(docstring: str) -> str:
 
 def _comments(source: str) -> Iterator[Text]:
     """Comments on lines that follow each other are one text."""
-    if "#" not in source:
-        return  # without the dear work of tokenizing
     block: list[str] = []
     begin = last = 0
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type != tokenize.COMMENT or token.string.startswith(("# type:", "# noqa", "# fmt:", "#!")):
+    for token in _STRING_OR_COMMENT.finditer(source):
+        if token["comment"] is None or token["comment"].startswith(("# type:", "# noqa", "# fmt:", "#!")):
             continue
-        text = re.sub(r"#\s?(?:noqa|type: ignore|pragma).*", "", token.string.lstrip("# ")).strip()
-        whole_line = token.line.lstrip().startswith("#")
-        if block and whole_line and token.start[0] == last + 1:
+        text = re.sub(r"#\s?(?:noqa|type: ignore|pragma).*", "", token["comment"].lstrip("# ")).strip()
+        line = source.count("\n", 0, token.start()) + 1
+        whole_line = not source[source.rfind("\n", 0, token.start()) + 1 : token.start()].strip()
+        if block and whole_line and line == last + 1:
             block.append(text)
         else:
             if block:
                 yield Text(begin, "comment", "\n".join(block))
-            block, begin = [text], token.start[0]
-        last = token.start[0] if whole_line else -1
+            block, begin = [text], line
+        last = line if whole_line else -1
     if block:
         yield Text(begin, "comment", "\n".join(block))
 
