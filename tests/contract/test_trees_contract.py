@@ -19,13 +19,16 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> Trees:
     return trees
 
 
+TWINS = [(mode, M[f"{mode.name}_ONE_MODEL"]) for mode in MODES if f"{mode.name}_ONE_MODEL" in M.__members__]
+"""Modes that draft in two engines and in one. The first of each has static trees here, and the other dynamic ones."""
+
+EVERY = [*((mode, "static") for mode in MODES), *((mode, "dynamic") for mode in DYNAMIC)]
+ELSEWHERE = {(two, "dynamic") for two, _ in TWINS} | {(one, "static") for _, one in TWINS}
 CELLS = [
-    *((mode, "static", "float32", 8) for mode in MODES),
-    *((mode, "dynamic", "float32", 8) for mode in DYNAMIC),
-    (M.EAGLE3_ONE_MODEL, "static", "bfloat16", 1),
+    *(pytest.param(*one, "float32", 8, marks=[pytest.mark.long] if one in ELSEWHERE else []) for one in EVERY),
     (M.EAGLE3_ONE_MODEL, "dynamic", "bfloat16", 1),
-    *(pytest.param(mode, "static", "bfloat16", 8, marks=pytest.mark.long) for mode in MODES),
-    *(pytest.param(mode, "dynamic", "bfloat16", 8, marks=pytest.mark.long) for mode in DYNAMIC),
+    pytest.param(M.EAGLE3_ONE_MODEL, "static", "bfloat16", 1, marks=pytest.mark.long),
+    *(pytest.param(*one, "bfloat16", 8, marks=pytest.mark.long) for one in EVERY),
 ]
 
 
