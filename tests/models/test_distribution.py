@@ -197,7 +197,7 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) 
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> Seeded:
     target = make_tiny(tmp_path_factory.mktemp("seeded"), "target", vocab_size=12, num_hidden_layers=2)
     rng = random.Random(0)
-    prompts = [[rng.randrange(12) for _ in range(rng.randint(1, 20))] for _ in range(24)]
+    prompts = [[rng.randrange(12) for _ in range(rng.randint(1, 20))] for _ in range(16)]
     params = [
         SamplingParams(
             temperature=rng.choice([0.0, 0.5, 1.0, 1.3]),

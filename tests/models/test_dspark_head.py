@@ -337,11 +337,16 @@ BAD: dict[str, Bad] = {
 }
 
 
+FIRST_OF = {str(fields): what for what, (fields, *_) in reversed(BAD.items())}
+"""The first name of each checkpoint in BAD; its test opens the checkpoint before the change."""
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_draft_is_an_error_that_helps(tmp_path: Path, target: Path, what: str) -> None:
     fields, change, error, words = BAD[what]
     draft = make_dspark(tmp_path, target, (0, 1), MASK, **fields)
-    opened(target, draft)
+    if what == FIRST_OF[str(fields)]:
+        opened(target, draft)
     change(draft)
     with pytest.raises(error) as caught:
         opened(target, draft, method="dspark")

@@ -26,7 +26,7 @@ def disturbed(factor: float) -> list[Cell]:
     ]
 
 
-STEPS = 500
+STEPS = 400
 """In each phase."""
 
 
