@@ -116,7 +116,8 @@ def test_a_plain_step_is_what_its_network_computes(tmp_path: Path, arch: str, dt
     """
     tied = {"tie_word_embeddings": True} if arch == "qwen3" else {}
     config = EngineConfig(backend="onnx", dtype=dtype, max_batch_size=4, max_num_tokens=16, block_size=4)
-    step = build_step(plan_context(make_checkpoint(tmp_path, arch, **tied), None, config, BACKENDS["tensorrt"]))
+    model = make_checkpoint(tmp_path, arch, num_hidden_layers=2, **tied)
+    step = build_step(plan_context(model, None, config, BACKENDS["tensorrt"]))
     network = written(step, 4, 0)
     inputs = example_batch(0, 4)
     inputs = replace(inputs, input_ids=torch.arange(inputs.input_ids.shape[0]) % 9)

@@ -16,40 +16,38 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e import tensorrt_engines
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, packed, wishes
+from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K
 from tests.e2e.tensorrt_engines import Built
-from tests.e2e.tiny import Outcome, run_together
+from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together, with_constraints
 from tests.fake_tensorrt.golden import assert_golden
 from tests.tensorrt_stand_in import Context, CudaRuntime, TensorRT
-from trtspec import LLM, SamplingParams
+from trtspec import LLM, SamplingParams, StructuredOutputs
 from trtspec.backends.export import example_batch
-from trtspec.backends.tensorrt import compile as tensorrt_compile
 from trtspec.backends.tensorrt import executable as tensorrt
-from trtspec.backends.tensorrt.profiles import TensorRTOptions
-from trtspec.build.build import build_engine
-from trtspec.cli.main import main
-from trtspec.config.engine import EngineConfig
+from trtspec.backends.tensorrt.profiles import MAX_BANS, MAX_BIASES
 from trtspec.errors import (
     CheckpointError,
     ConfigError,
-    DependencyError,
     DeviceError,
     EngineError,
-    UnsupportedError,
+    RequestError,
 )
-from trtspec.interop.reading import read_speculative_config
 
-CONFIG = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS, **TIGHT)
-CHECK_KERNELS = tensorrt_compile.check_kernels
 KERNELS = {"SpecAttention-fp32-d8-g2", "ProcessLogitsConstrained", "SpecSample"}
 BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode in ("ngram", "draft") else mode for mode in MODES]
 MODE_KERNELS = {
     "draft": {*KERNELS, "ProcessLogits"},  # the draft's logits have no constraints
     "eagle3": {*KERNELS, "ProcessLogits", "SpecSampleVocab", "SpecAccept"},
 }
+REQUESTS = CASES[:40]
+REGEX = "(bg|gb|g){9,}"
+MASKED = [
+    Case([i + 1, 2, 3], SamplingParams(temperature=i / 2, seed=i, max_tokens=20, structured_outputs=guide))
+    for i, guide in enumerate([StructuredOutputs(regex=REGEX)] * 4)
+]
+CONSTRAINED = [*with_constraints(CASES)[:56], *MASKED]
 
 
 models = tensorrt_engines.models
@@ -58,7 +56,12 @@ kernels = tensorrt_engines.kernels
 trt = tensorrt_engines.trt
 built = tensorrt_engines.built
 engine = tensorrt_engines.engine
-plain = tensorrt_engines.plain
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path) -> list[Outcome]:
+    """Eager's outcomes of each of REQUESTS alone."""
+    return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, REQUESTS)
 
 
 @pytest.mark.parametrize("mode", BUILT)
@@ -88,69 +91,96 @@ def test_batches_of_every_kind(
     """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
     folder = engine(mode, schedule)
     before = len(cuda.blocks)
-    run = packed(LLM(folder, **TIGHT))
+    llm = LLM(folder, **TIGHT)
+    run = run_together(llm.engine, REQUESTS)
     assert run.outcomes == plain
+    assert llm.engine.stats.preemptions
+    assert run.num_mixed_steps > 0 or mode == "none"
+    assert_all_blocks_free(llm)
     assert cuda.launched_graphs > 0
-    del run
+    del run, llm
     import gc
 
     gc.collect()
     assert len(cuda.blocks) == before
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", ["none", "ngram", "draft"])
-def test_attention_of_tensorrts_own(
-    trt: TensorRT, plain: list[Outcome], models: Path, tmp_path: Path, mode: str
+# -- penalties, biases, masks and log-probabilities -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wanted(models: Path) -> Run:
+    return run_together(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, CONSTRAINED)
+
+
+def logprobs_of(run: Run) -> list[dict[int, float]]:
+    """Return the log-probabilities of all positions of all requests that asked for them."""
+    records = [one.logprobs for one in run.requests if one.logprobs is not None]
+    return [{token: one.logprob for token, one in entry.items()} for record in records for entry in record.entries]
+
+
+@pytest.mark.parametrize(
+    "mode", [mode if mode == "eagle3" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+)
+def test_batches_with_constraints(engine: Callable[..., Path], cuda: CudaRuntime, wanted: Run, mode: str) -> None:
+    """Packed in a tight cache, ids and logprobs of 60 mixed requests are eager's. CUDA graphs run them."""
+    llm = LLM(engine(mode), **TIGHT)
+    run = run_together(llm.engine, CONSTRAINED)
+    assert run.outcomes == wanted.outcomes
+    got, expected = logprobs_of(run), logprobs_of(wanted)
+    assert len(got) > 200
+    assert [list(one) for one in got] == [list(one) for one in expected]
+    assert all(one == pytest.approx(other, abs=1e-4) for one, other in zip(got, expected, strict=True))
+    assert llm.engine.stats.preemptions
+    assert_all_blocks_free(llm)
+    if mode != "none":
+        assert all(0 < share < 1 for share in run.speculation.acceptance_per_position)
+
+
+def test_a_growing_history_keeps_its_graph(engine: Callable[..., Path], cuda: CudaRuntime) -> None:
+    """Histories have as many columns as a power of two, so nearly all steps of a generation run as graphs."""
+    llm = LLM(engine("none"), **TIGHT)
+    params = SamplingParams(temperature=0.0, repetition_penalty=1.2, max_tokens=80, ignore_eos=True)
+    llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert cuda.launched_graphs > 60
+
+
+def test_logits_are_copied_only_for_those_who_ask(
+    engine: Callable[..., Path], cuda: CudaRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT's own attention, with a linear cache and no plugin, has eager's outcomes of each request alone."""
-    config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    speculation = read_speculative_config(wishes(mode, models, False))
-    options = TensorRTOptions(attention="native")
-    build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
-    for network, _ in trt.plans.values():
-        assert not [layer for layer in network._layers if getattr(layer._settings.get("plugin"), "aliases", None)]
-    llm = LLM(tmp_path / "engine")
-    assert llm.engine.loop.scheduler.allocator.num_blocks == LIMITS["max_batch_size"] + 1
-    assert [cache.shape[0] for cache in llm.engine.loop.target.inner.kv[0]] == [LIMITS["max_batch_size"]] * 2
-    run = run_together(llm.engine, CASES)
-    assert run.outcomes == plain
-    assert run.num_mixed_steps > 0 or mode == "none"
+    llm = LLM(engine("none"), **TIGHT)
+    copied: list[int] = []
+    copy = cuda.cudaMemcpyAsync
+
+    def counted(dst: int, src: int, count: int, kind: int, stream: int) -> tuple[int]:
+        if kind == cuda.cudaMemcpyKind.cudaMemcpyDeviceToHost:
+            copied.append(count)
+        return copy(dst, src, count, kind, stream)
+
+    monkeypatch.setattr(cuda, "cudaMemcpyAsync", counted)
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    row = 4 * llm.engine.model.vocab_size
+    assert copied
+    assert row not in copied
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, logprobs=1), use_tqdm=False)
+    assert copied.count(row) >= 4
 
 
-def test_what_attention_of_tensorrts_own_cannot_do(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    options = TensorRTOptions(attention="native")
-    config = EngineConfig(backend="tensorrt", dtype="float32", **LIMITS)
-    for wanted, mode in (("eagle3", "EAGLE3_ONE_MODEL"), ("eagle3_two_engine", "EAGLE3")):
-        speculation = read_speculative_config(wishes(wanted, models, False))
-        with pytest.raises(UnsupportedError, match=f"{mode} with 3 drafts writes the draft layers' cache 3 times"):
-            build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
-    with pytest.raises(ConfigError, match="leave num_kv_blocks and kv_cache_memory unset"):
-        build_engine(models / "target", tmp_path / "engine", None, CONFIG, options=options)
-    facts = json.loads((models / "target" / "config.json").read_text())
-    windows = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 16}
-    shutil.copytree(models / "target", tmp_path / "windows")
-    (tmp_path / "windows" / "config.json").write_text(json.dumps({**facts, **windows}))
-    with pytest.raises(UnsupportedError, match="without sliding windows"):
-        build_engine(tmp_path / "windows", tmp_path / "engine", None, config, options=options)
+def test_more_than_a_plan_takes_is_refused(engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request alone is refused, before it is queued."""
+    llm = LLM(engine("none"), **TIGHT)
+    vocab_size = MAX_BIASES + 1
+    monkeypatch.setattr(llm.engine, "model", replace(llm.engine.model, vocab_size=vocab_size))
+    params = SamplingParams(logit_bias=dict.fromkeys(range(vocab_size), 1.0))
+    with pytest.raises(RequestError, match=f"logit_bias names {vocab_size} tokens, and backend tensorrt takes 1024"):
+        llm.generate([[1, 2]], params, use_tqdm=False)
+    params = SamplingParams(stop_token_ids=list(range(100, 100 + MAX_BANS)), min_tokens=1)
+    with pytest.raises(RequestError, match=r"holds back 65 ids .* backend tensorrt takes 64; give fewer"):
+        llm.generate([[1, 2]], params, use_tqdm=False)
+    assert not llm.engine.has_work
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_integers(trt: TensorRT, models: Path, tmp_path: Path, quantization: str) -> None:
-    """With weights of 8 and 4 bits, speculation changes nothing. With 4 bits the ids are eager decoding's."""
-    made = {}
-    for mode in ("none", "eagle3"):
-        config = replace(CONFIG, quantization=quantization)
-        speculation = read_speculative_config(wishes(mode, models, False))
-        build_engine(models / "target", tmp_path / mode, speculation, config)
-        layers = [type(layer).__name__ for layer in list(trt.plans.values())[-1][0]._layers]
-        assert ("Dequantize" in layers) == (quantization == "int8")
-        made[mode] = run_together(LLM(tmp_path / mode).engine, CASES[:12]).outcomes
-    assert made["none"] == made["eagle3"]
-    if quantization == "int4":
-        with LLM(models / "target", backend="eager", dtype="float32", quantization="int4", **LIMITS) as eager:
-            assert run_together(eager.engine, CASES[:12]).outcomes == made["none"]
+# -- graphs, buffers and profiles --------------------------------------------------------------------------------------
 
 
 def executable(folder: Path) -> Any:
@@ -183,16 +213,6 @@ def test_generations_have_a_profile_of_their_own(engine: Callable[..., Path]) ->
     found.run(example_batch(K, LIMITS["block_size"]))
     assert plan.contexts[tensorrt.MIXED].ran
     assert {profile for profile, *_ in plan.seen} == {tensorrt.GENERATION}  # others are never captured
-
-
-@pytest.mark.long
-def test_sequences_may_be_as_long_as_a_plan_says(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    """Sequences may be as long as the plan allows. The engine made its block tables wider, to leave room for growth."""
-    config = replace(CONFIG, max_seq_len=40)
-    build_engine(models / "target", tmp_path / "engine", None, config)
-    prompt = [1 + i % 14 for i in range(32)]
-    [output] = LLM(tmp_path / "engine").generate([prompt], SamplingParams(ignore_eos=True), use_tqdm=False)
-    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 8)
 
 
 def test_what_a_plan_was_not_built_for_is_named(engine: Callable[..., Path]) -> None:
@@ -267,40 +287,6 @@ def test_a_plan_that_tensorrt_cannot_read_is_named(engine: Callable[..., Path], 
         LLM(folder, **TIGHT)
 
 
-@pytest.mark.long
-def test_plans_may_be_built_for_later_versions(
-    trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = TensorRTOptions(version_compatible=True)
-    build_engine(models / "target", tmp_path / "engine", None, CONFIG, options=options)
-    monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
-    assert LLM(tmp_path / "engine").generate([[1, 2, 3]], use_tqdm=False)[0].finished
-    monkeypatch.setattr(TensorRT, "__version__", "12.0.0.1")
-    with pytest.raises(CheckpointError, match="built for tensorrt major version 11, this is 12"):
-        LLM(tmp_path / "engine")
-
-
-@pytest.mark.long
-def test_stripped_plans_get_their_weights_next_to_them(trt: TensorRT, models: Path, tmp_path: Path) -> None:
-    options = TensorRTOptions(strip_plan=True, weight_streaming=True)
-    speculation = read_speculative_config(wishes("eagle3", models, True))
-    config = replace(CONFIG, quantization="int4")
-    build_engine(models / "target", tmp_path / "engine", speculation, config, options=options)
-    assert len(list((tmp_path / "engine" / "target").glob("rank0*.engine"))) == 3
-    llm = LLM(tmp_path / "engine")
-    assert llm.generate([[1, 2, 3]], use_tqdm=False)[0].finished
-    for graph in llm.engine.loop.target.inner._graphs:
-        assert graph.run.__self__.engine.weight_streaming_budget_v2 == 2048
-    file = tmp_path / "engine" / "target" / "weights.safetensors"
-    size = file.stat().st_size
-    save_file(
-        {name: tensor + 1 if tensor.is_floating_point() else ~tensor for name, tensor in load_file(file).items()}, file
-    )
-    assert file.stat().st_size == size
-    with pytest.raises(EngineError, match=r"rank0.*\.engine: TensorRT did not take its weights"):
-        LLM(tmp_path / "engine")
-
-
 def test_the_cache_is_as_large_as_the_plan_says(engine: Callable[..., Path]) -> None:
     folder = engine("none")
     for option in ({}, TIGHT, {"kv_cache_memory": 2**30}):
@@ -308,44 +294,3 @@ def test_the_cache_is_as_large_as_the_plan_says(engine: Callable[..., Path]) -> 
     for option in ({"num_kv_blocks": 42}, {"kv_cache_memory": 30_000}):
         with pytest.raises(ConfigError, match=r"num_kv_blocks = 41, which take \d+ bytes; \d+ were asked for: rebuild"):
             LLM(folder, **option)
-
-
-@pytest.mark.long
-def test_kernels_that_are_not_compiled_stop_a_build(
-    trt: TensorRT, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels that are not compiled stop a build before TensorRT is called. No file is left."""
-    monkeypatch.setattr(tensorrt_compile, "check_kernels", CHECK_KERNELS)
-    monkeypatch.setenv("TRTSPEC_TENSORRT_PLUGIN_DIR", str(tmp_path / "plugins"))
-    monkeypatch.setenv("TRTSPEC_CUDA_ARCH", "sm_90")
-    message = r"TensorRT plugins: .*run build_scripts/build_plugins.py --target tensorrt --arch sm_90"
-    with pytest.raises(DependencyError, match=message):
-        build_engine(models / "target", tmp_path / "engine", None, CONFIG)
-    assert not trt.plans
-    assert not list(tmp_path.iterdir())
-
-
-def test_from_the_command_line(
-    trt: TensorRT, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, cache = tmp_path / "engine", tmp_path / "timing"
-    options = {
-        "checkpoint_dir": models / "target", "output_dir": engine, "backend": "tensorrt", "dtype": "float32",
-        "max_batch_size": 4, "max_num_tokens": 32, "block_size": 4, "num_kv_blocks": 41, "opt_num_tokens": 8,
-        "output_timing_cache": cache,
-    }  # fmt: skip
-    arguments = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    assert main(["build", *arguments]) == 0
-    assert cache.is_file()
-    [(_, config)] = trt.plans.values()
-    assert config._profiles[tensorrt.MIXED]._shapes["input_ids"] == ((1,), (8,), (32,))
-    assert main(["verify", str(engine)]) == 0
-    assert main(["generate", "--model", str(engine), "--prompt", "a b", "--max-tokens", "4"]) == 0
-    capsys.readouterr()
-    monkeypatch.setattr(TensorRT, "__version__", "11.5.0.1")
-    assert main(["verify", str(engine)]) == 1
-    assert "built for tensorrt 11.4.0.106" in " ".join(capsys.readouterr().err.split())
-    plan = engine / "target" / "rank0.engine"
-    plan.write_bytes(b"X" * plan.stat().st_size)
-    assert main(["verify", str(engine)]) == 1
-    assert "rank0.engine is not what was built (its SHA-256 differs)" in " ".join(capsys.readouterr().err.split())
