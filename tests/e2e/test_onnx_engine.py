@@ -7,7 +7,9 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -20,15 +22,13 @@ from tests.e2e.conformance import (
     LIMITS,
     MODES,
     TIGHT,
-    K,
     assert_speculation_changes_nothing,
     assert_words_are_those_of_eager,
     build,
-    make_models,
     packed,
     speculation,
 )
-from tests.e2e.tiny import Outcome, run_alone
+from tests.e2e.tiny import Outcome, Run, add_tokenizer, make_target, perturbed, run_alone
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec import LLM, SamplingParams
 from trtspec.backends.onnx.executable import OnnxExecutable
@@ -36,23 +36,71 @@ from trtspec.backends.onnx.export import DOMAIN, OPSET
 from trtspec.backends.onnx.functions import with_bodies
 from trtspec.build.build import build_engine
 from trtspec.cli import main
+from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
+from trtspec.interop.reading import read_speculative_config
+from trtspec.methods.eagle3.train import export_eagle3, new_head
+from trtspec.models.weights import load_decoder
 
-BUILT = [pytest.param(mode, marks=pytest.mark.long) if mode in ("ngram", "draft") else mode for mode in MODES]
+BUILT = [mode if mode == "none" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
+SHORT = "eagle3 with two drafts"  # the graphs of K drafts take longer to build, and are the same otherwise
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_models(tmp_path_factory.mktemp("models"))
+    """The conformance suite's target/, draft/ and head/, with two layers instead of three."""
+    folder = tmp_path_factory.mktemp("models")
+    target = make_target(folder)
+    add_tokenizer(target)
+    perturbed(target, noise=0.15)
+    config = ModelConfig.from_folder(target)
+    torch.manual_seed(1)  # with this seed, every position is right now and then
+    head = new_head(load_decoder(config, torch.float32), (0, 1), torch.arange(13))
+    export_eagle3(head, config, (0, 1), folder / "head", torch.float32)
+    return folder
+
+
+def two_drafts(models: Path) -> dict[str, Any]:
+    return {"method": "eagle3", "model": str(models / "head"), "num_speculative_tokens": 2}
 
 
 @pytest.fixture(scope="module")
 def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """mode -> an engine folder, built when first asked for."""
-    return functools.cache(
-        lambda mode: build(models, tmp_path_factory.mktemp("engines") / mode, "onnx", mode, "float32")
-    )
+    """One of MODES or SHORT -> an engine folder, built when first asked for."""
+
+    @functools.cache
+    def make(mode: str) -> Path:
+        folder = tmp_path_factory.mktemp("engines") / "engine"
+        if mode != SHORT:
+            return build(models, folder, "onnx", mode, "float32")
+        config = EngineConfig(backend="onnx", dtype="float32", **LIMITS)
+        build_engine(models / "target", folder, read_speculative_config(two_drafts(models)), config)
+        return folder
+
+    return make
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The engine of SHORT after it ran all cases, packed. used: whether its graphs that ran are uniform."""
+
+    llm: LLM
+    run: Run
+    used: set[bool]
+
+
+@pytest.fixture(scope="module")
+def ran(engine: Callable[[str], Path]) -> Ran:
+    llm, used = LLM(engine(SHORT), **TIGHT), set[bool]()
+    graphs = llm.engine.loop.target.inner._graphs
+    runs = [graph.run for graph in graphs]
+    for graph in graphs:
+        graph.run = lambda tensors, graph=graph, run=graph.run: used.add(graph.uniform) or run(tensors)
+    found = Ran(llm, packed(llm), used)
+    for graph, run in zip(graphs, runs, strict=True):
+        graph.run = run
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +132,16 @@ def test_the_words_are_those_of_eager(
     assert_words_are_those_of_eager(engine(mode), models, mode, plain("eager"))
 
 
+def test_two_drafts(ran: Ran, plain: Callable[[str], list[Outcome]], models: Path) -> None:
+    """Ids are those of plain decoding, here and in eager. Drafts are eager's, right now and then at both positions."""
+    assert isinstance(ran.llm.engine.loop.target.inner, OnnxExecutable)
+    eager = packed(LLM(models / "target", two_drafts(models), **LIMITS, **TIGHT))
+    assert ran.run.outcomes == eager.outcomes == plain("onnx") == plain("eager")
+    assert ran.run.speculation == eager.speculation
+    assert len(eager.speculation.acceptance_per_position) == 2
+    assert all(0 < share < 1 for share in eager.speculation.acceptance_per_position)
+
+
 @pytest.mark.long
 def test_a_draft_model_inside_the_graph(
     engine: Callable[[str], Path], plain: Callable[[str], list[Outcome]], models: Path
@@ -98,13 +156,8 @@ def test_a_schedule_of_draft_lengths(models: Path, tmp_path: Path, plain: Callab
     assert_words_are_those_of_eager(folder, models, "eagle3", plain("eager"), schedule=True)
 
 
-def test_uniform_and_ragged_graphs_both_ran(engine: Callable[[str], Path]) -> None:
-    executable = LLM(engine("eagle3"), **TIGHT)
-    used = set()
-    for graph in executable.engine.loop.target.inner._graphs:
-        graph.run = lambda tensors, graph=graph, run=graph.run: used.add(graph.uniform) or run(tensors)
-    packed(executable)
-    assert used == {False, True}
+def test_uniform_and_ragged_graphs_both_ran(ran: Ran) -> None:
+    assert ran.used == {False, True}
 
 
 @pytest.mark.long
@@ -126,22 +179,19 @@ def test_hidden_states_are_those_of_eager(engine: Callable[[str], Path], models:
             torch.testing.assert_close(tensor, saved["eager"][name][key], rtol=1e-5, atol=1e-5)
 
 
-def test_no_cache_is_copied(engine: Callable[[str], Path]) -> None:
+def test_no_cache_is_copied(engine: Callable[[str], Path], ran: Ran) -> None:
     """No cache is copied: each state of a cache is in the cache's own memory.
 
-    A draft layer that runs K times writes its cache K times.
+    A draft layer that runs twice writes its cache twice.
     """
-    folder = engine("eagle3")
-    llm = LLM(folder, **TIGHT)
-    executable = llm.engine.loop.target.inner
-    packed(llm)
+    executable = ran.llm.engine.loop.target.inner
     ours = {tensor.data_ptr() for tensor in executable._flat_kv}
     for graph in executable._graphs:
         bound = graph.run.__self__
-        file = folder / "target" / f"{'uniform' if graph.uniform else 'ragged'}_k{graph.draft_len}.onnx"
+        file = engine(SHORT) / "target" / f"{'uniform' if graph.uniform else 'ragged'}_k{graph.draft_len}.onnx"
         nodes = onnx.load(file, load_external_data=False).graph.node
         passes = sum(node.op_type == "SpecAttention" for node in nodes)
-        assert passes == 3 + K  # the target's layers, and one draft layer
+        assert passes == 2 + 2  # the target's layers, and one draft layer, twice
         addresses = [value.data_ptr() for value in bound.binding.get_outputs()]
         assert sum(address in ours for address in addresses) == 2 * passes
 
@@ -154,14 +204,14 @@ def test_threads_do_not_spin_between_steps(engine: Callable[[str], Path]) -> Non
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        llm = LLM(engine("eagle3"), **TIGHT)
+        llm = LLM(engine("none"), **TIGHT)
     finally:
         torch.set_num_threads(before)
     for graph in llm.engine.loop.target.inner._graphs:
         options = graph.run.__self__.session.get_session_options()
         assert options.intra_op_num_threads == 2
         assert options.get_session_config_entry("session.intra_op.allow_spinning") == "0"
-    packed(llm)
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8), use_tqdm=False)[0].finished
 
 
 @pytest.mark.long
@@ -200,7 +250,7 @@ def test_8_bit_weights_in_groups(tmp_path: Path, kind: Kind) -> None:
     assert ours.std() > 0.1
 
 
-@pytest.mark.parametrize("mode", BUILT)
+@pytest.mark.parametrize("mode", [*BUILT, SHORT])
 def test_onnx_finds_nothing_wrong_with_the_graphs(engine: Callable[[str], Path], mode: str) -> None:
     """Graphs pass ONNX's checks with and without bodies of our ops. All graphs refer to the same file of weights."""
     for facts in json.loads((engine(mode) / "config.json").read_text())["executables"].values():
@@ -222,7 +272,7 @@ def test_onnx_finds_nothing_wrong_with_the_graphs(engine: Callable[[str], Path],
             "SpecAttention",
             "ProcessLogits",
             "SpecSample",
-            *(["SpecAccept"] if mode == "eagle3" else []),
+            *(["SpecAccept"] if mode in ("eagle3", SHORT) else []),
         }
 
 
@@ -260,7 +310,7 @@ def test_a_graph_of_other_layers_is_refused(engine: Callable[[str], Path], tmp_p
     facts = json.loads((folder / "config.json").read_text())
     facts["executables"]["target"]["kv"].pop()
     (folder / "config.json").write_text(json.dumps(facts))
-    with pytest.raises(CheckpointError, match=r"ragged_k0\.onnx has 6 caches, config.json says 4; rebuild"):
+    with pytest.raises(CheckpointError, match=r"ragged_k0\.onnx has 4 caches, config.json says 2; rebuild"):
         LLM(folder)
 
 
@@ -277,5 +327,5 @@ def test_an_onnxruntime_that_is_missing_or_too_old(
         assert "needs the package onnxruntime: pip install 'trtspec[onnx]'" in capsys.readouterr().err
 
 
-def test_the_widest_step_is_what_it_was_built_for(engine: Callable[[str], Path]) -> None:
-    assert LLM(engine("eagle3"), **TIGHT).engine.loop.target.inner.compiled.draft_lens == (K,)
+def test_the_widest_step_is_what_it_was_built_for(ran: Ran) -> None:
+    assert ran.llm.engine.loop.target.inner.compiled.draft_lens == (2,)
