@@ -10,10 +10,11 @@ guess, so outputs do not show whether draft KV is right. Hence two things:
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -175,25 +176,40 @@ def log_plainly(llm: LLM, head: WatchedHead, cases: Sequence[Case]) -> dict[Plac
 
 @dataclass(frozen=True)
 class Reference:
-    """The right outcomes of `cases`, and the hidden states and drafts that go with them."""
+    """The right outcomes of `cases`, and the hidden states and drafts that go with them.
+
+    log: whether the head knows the answers and lies, or drafts by itself -> its drafts, computed when first asked for.
+    """
 
     cases: list[Case]
     outcomes: list[Outcome]  # those of each case alone, without speculation
     answers: list[list[int]]  # prompts and outputs
-    told: dict[Place, Made | None]  # drafts of a head that knows the answers and lies
-    own: dict[Place, Made | None]  # drafts of the head itself
+    log: Callable[[bool], dict[Place, Made | None]]
+
+    def first(self, count: int) -> Reference:
+        """The reference of the first `count` cases."""
+        return replace(self, cases=self.cases[:count], outcomes=self.outcomes[:count])
+
+
+_ALONE: dict[str, list[Outcome]] = {}
+"""The outcomes of each case alone, by the target, the cases and the options of the engine."""
 
 
 def refer(target: Path, plain: Callable[[], LLM], cases: list[Case], **options: Any) -> Reference:
     """Compute the reference of `cases`, with `options` for both engines. plain: makes an engine for log_plainly."""
-    with LLM(target, enable_prefix_caching=False, **ROOMY, **options) as llm:
-        outcomes = run_alone(llm.engine, cases)
+    asked = repr((target, cases, options))
+    if asked not in _ALONE:
+        with LLM(target, enable_prefix_caching=False, **ROOMY, **options) as llm:
+            _ALONE[asked] = run_alone(llm.engine, cases)
+    outcomes = _ALONE[asked]
     answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
-    logs = []
-    for words in (answers, None):
+
+    @functools.cache
+    def log(told: bool) -> dict[Place, Made | None]:
         with plain() as llm:
-            logs.append(log_plainly(llm, watch(llm, words), cases))
-    return Reference(cases, outcomes, answers, *logs)
+            return log_plainly(llm, watch(llm, answers if told else None), cases)
+
+    return Reference(cases, outcomes, answers, log)
 
 
 def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | None = None) -> Run:
@@ -204,7 +220,7 @@ def assert_right(llm: LLM, expected: Reference, told: bool, cases: list[Case] | 
     head = watch(llm, expected.answers if told else None)
     run, seen = run_watched(llm, cases or expected.cases)
     assert run.outcomes == expected.outcomes
-    assert first_wrong_draft(head, seen, expected.told if told else expected.own) is None
+    assert first_wrong_draft(head, seen, expected.log(told)) is None
     assert not seen.incomplete
     assert llm.engine.stats.stale_drafts == 0
     assert_all_blocks_free(llm)

@@ -47,7 +47,7 @@ from trtspec.models.layers import Linear
 from trtspec.sampling_params import sample_seed
 
 SHORT = [Case([2, 9, 4][:n], SamplingParams(temperature=1.0, seed=n, max_tokens=9)) for n in (1, 2, 3)]
-CASES = [*draw_cases(16, seed=41, most_prompt=60), *SHORT]
+CASES = [*SHORT, *draw_cases(9, seed=41, most_prompt=60)]
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def test_drafts_right_and_wrong_at_every_place(make: Make, reference: Callable[[
 @pytest.mark.parametrize("way", [WAYS[1], *EACH, *AGAIN], ids=str)
 def test_the_heads_own_drafts(make: Make, reference: Callable[[Way], Reference], way: Way) -> None:
     with make(way, max_batch_size=batch_of(way), **TIGHT) as llm:
-        run = assert_right(llm, reference(way), told=False)
+        run = assert_right(llm, reference(way).first(8), told=False)
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
@@ -156,7 +156,7 @@ def test_chunks_of_prompts(make: Make, reference: Callable[[Way], Reference], wa
     """Prompts in chunks change no draft, even in chunks with fewer rows than a module is deep."""
     with make(way, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
-        assert_right(llm, reference(way), told=rows % 2 == 0)
+        assert_right(llm, reference(way).first(8), told=rows % 2 == 0)
         assert most() == rows
 
 
@@ -210,7 +210,7 @@ def test_rows_that_wait_for_tokens_are_not_found(targets: Callable[[int], Path],
             engine.step()
         run, seen = run_watched(llm, [case])
         assert run.outcomes == expected.outcomes[:1]
-        assert first_wrong_draft(head, seen, expected.told) is None
+        assert first_wrong_draft(head, seen, expected.log(True)) is None
         assert engine.stats.prefix_hit_tokens == 36
 
 
@@ -218,7 +218,7 @@ def test_rows_that_wait_for_tokens_are_not_found(targets: Callable[[int], Path],
 def test_samples_of_one_prompt(targets: Callable[[int], Path], make: Make, way: Way) -> None:
     """Samples of one prompt share its blocks as far as these depend on nothing else. Each goes on with its own seed."""
     params = SamplingParams(temperature=1.0, seed=8, max_tokens=7, ignore_eos=True)
-    cases = [*draw_cases(5, seed=9, most_prompt=40), *(Case(BASE[:n], params) for n in (1, 8, 9, 10, 11, 12, 13))]
+    cases = [*draw_cases(2, seed=9, most_prompt=40), *(Case(BASE[:n], params) for n in (1, 8, 9, 10, 11, 12, 13))]
     single = [
         Case(case.prompt, dataclasses.replace(case.params, seed=sample_seed(case.params.seed or 0, i)))
         for case in cases

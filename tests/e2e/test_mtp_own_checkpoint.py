@@ -20,7 +20,7 @@ from trtspec.errors import CheckpointError, ConfigError, UnsupportedError, Weigh
 from trtspec.interop.reading import read_speculative_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs one MTP layer")
-CASES = draw_cases(12, seed=41, most_prompt=40)
+CASES = draw_cases(8, seed=41, most_prompt=40)
 WAYS: dict[str, dict[str, Any]] = {
     "MTP_EAGLE_ONE_MODEL": {"vanilla": False, "num_speculative_tokens": 3},
     "MTP_EAGLE": {"one_engine": False, "num_speculative_tokens": 2},

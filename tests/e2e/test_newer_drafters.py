@@ -28,7 +28,7 @@ from trtspec.methods.step import OneEngineStep
 from trtspec.methods.worker import SpecWorker
 
 K = 3
-CASES = draw_cases(16, seed=43, most_prompt=60)
+CASES = draw_cases(12, seed=43, most_prompt=60)
 WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}  # the second of two layers
 
 Make = Callable[..., LLM]

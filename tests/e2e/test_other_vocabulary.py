@@ -29,7 +29,7 @@ from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.draft_model.drafter import ChainDrafter
 
 K = 3
-CASES = draw_cases(60, seed=11)
+CASES = draw_cases(24, seed=11)
 TIGHT: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 32, "num_kv_blocks": 41, "block_size": 4}
 ORDER = [5, 0, 11, 3, 14, 7, 1, 9, 2, 15, 12, 4, 10, 6, 13, 8]  # the target's id of each draft id, in another order
 FOREIGN = ("<unk>", "zz", "\u2581y", "q")  # pieces that the target does not have

@@ -130,7 +130,7 @@ def crowd(count: int) -> list[Case]:
     return [Case(prompt, draw_params(rng)) for prompt in prompts]
 
 
-CROWD = crowd(80)
+CROWD = crowd(40)
 
 
 @pytest.fixture(scope="module")

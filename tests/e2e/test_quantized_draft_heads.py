@@ -19,7 +19,15 @@ from torch import Tensor
 
 from tests.checkpoints import edit_config, edit_tensors
 from tests.dspark_checkpoints import make_dspark
-from tests.e2e.tiny import add_tokenizer, assert_all_blocks_free, draw_cases, make_target, run_alone, run_together
+from tests.e2e.tiny import (
+    Outcome,
+    add_tokenizer,
+    assert_all_blocks_free,
+    draw_cases,
+    make_target,
+    run_alone,
+    run_together,
+)
 from tests.fp8_checkpoints import Fp8Kind
 from tests.head_checkpoints import make_dflash, make_eagle, make_eagle3
 from tests.models.built_heads import head_of
@@ -35,7 +43,7 @@ from trtspec.models.layers import Linear, weight_bytes
 from trtspec.models.weights import describe_decoder, load_decoder
 
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 64, "block_size": 4}
-CASES = draw_cases(12, seed=5, most_prompt=40, most_tokens=16)
+CASES = draw_cases(8, seed=5, most_prompt=40, most_tokens=16)
 INT4, INT8 = Kind("pack-quantized", 4, 32), Kind("int-quantized", 8, -1)
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "num_hidden_layers": 6}
 CAPTURE, MASK, K = (0, 2, 4), 15, 3
@@ -75,6 +83,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = make_target(tmp_path_factory.mktemp("models"), **SIZES)
     add_tokenizer(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def alone(target: Path) -> list[Outcome]:
+    """The outcome of each case alone, without speculation."""
+    return run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
 
 
 def heads(tmp_path: Path, target: Path, name: str, kind: str) -> tuple[str, Path, Path]:
@@ -184,10 +198,11 @@ def assert_drafts_are_those_of_the_floats(
         ("dspark", "int4, lm_head too", {}),
     ],
 )
-def test_speculation_changes_nothing(tmp_path: Path, target: Path, name: str, kind: str, fields: Any) -> None:
+def test_speculation_changes_nothing(
+    tmp_path: Path, target: Path, alone: list[Outcome], name: str, kind: str, fields: Any
+) -> None:
     """Packed requests with drafts, greedy and sampled, equal plain decoding one at a time."""
     method, integers, _ = heads(tmp_path, target, name, kind)
-    alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
     llm = LLM(target, speculation(method, integers, **fields), num_kv_blocks=64, **LIMITS)
     run = run_together(llm.engine, CASES)
     assert run.outcomes == alone
@@ -199,7 +214,7 @@ def test_speculation_changes_nothing(tmp_path: Path, target: Path, name: str, ki
 
 @pytest.mark.parametrize("speculators", [False, True])
 @pytest.mark.parametrize("writer", ["compressed-tensors", "hf_quant_config"])
-def test_fp8_heads(tmp_path: Path, target: Path, writer: str, speculators: bool) -> None:
+def test_fp8_heads(tmp_path: Path, target: Path, alone: list[Outcome], writer: str, speculators: bool) -> None:
     """fp8 heads draft as their floats do. modelopt's checkpoints also have scales of a KV cache, which are ignored."""
     kind = Fp8Kind(writer, per_channel=True, inputs=None)
     plain = make_eagle3(tmp_path, target, CAPTURE, SOME_IDS, speculators=speculators)
@@ -225,7 +240,6 @@ def test_fp8_heads(tmp_path: Path, target: Path, writer: str, speculators: bool)
     exact = draft_logits(floats, "eagle3")
     assert (draft_logits(held, "eagle3") - exact).norm() <= 1e-5 * exact.norm()
     assert held.weight_bytes_for(K) < 0.5 * floats.weight_bytes_for(K)
-    alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
     run = run_together(LLM(target, speculation("eagle3", folder), num_kv_blocks=64, **LIMITS).engine, CASES)
     assert run.outcomes == alone
     assert run.speculation.acceptance_per_position[0] > 0
@@ -247,11 +261,10 @@ def test_mtp_layers(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.long
-def test_a_compiled_engine(tmp_path: Path, target: Path) -> None:
+def test_a_compiled_engine(tmp_path: Path, target: Path, alone: list[Outcome]) -> None:
     """The engine folder holds the head's integers and needs no checkpoint."""
     method, integers, _ = heads(tmp_path, target, "eagle3 of speculators", "int4, lm_head too")
     wishes = speculation(method, integers)
-    alone = run_alone(LLM(target, num_kv_blocks=64, **LIMITS).engine, CASES)
     build_engine(target, tmp_path / "engine", read_speculative_config(wishes), EngineConfig(backend="aoti", **LIMITS))
     eager = run_together(LLM(target, wishes, num_kv_blocks=64, **LIMITS).engine, CASES)
     integers.rename(tmp_path / "gone")

@@ -17,7 +17,7 @@ from trtspec.config.engine import EngineConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 
-CASES = draw_cases(40, seed=11)
+CASES = draw_cases(16, seed=11)
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 64, "block_size": 4}
 OPTIONS: dict[str, Any] = {**LIMITS, "dtype": "bfloat16", "quantization": "int8", "lm_head_quantization": "int8"}
 

@@ -95,8 +95,8 @@ def test_what_training_learns_is_what_the_engine_runs(
     drafts of each request's last steps make a difference.
     """
     lengths = {}
-    for name, steps in (("untrained", "1"), ("trained", "60")):
-        assert main(arguments(folder, kind, tmp_path / name, "--steps", steps)) == 0
+    for name, more in (("untrained", ("--steps", "1", "--regenerate", "0")), ("trained", ("--steps", "60"))):
+        assert main(arguments(folder, kind, tmp_path / name, *more)) == 0
         lengths[name] = json.loads((tmp_path / f"{name}.run" / "evaluation.json").read_text())["acceptance_length"]
     curve = metrics(tmp_path / "trained.run")
     text, length = generate(kind.engine(folder / "target", tmp_path / "trained"))

@@ -14,9 +14,17 @@ from torch import Tensor
 
 from tests.async_stand_in import HostQueue
 from tests.contract.trees import DEPTH, NODES, TREE
-from tests.e2e.conformance import CASES, LIMITS, assert_as_planned, make_models
+from tests.e2e.conformance import LIMITS, assert_as_planned, make_models
 from tests.e2e.head_cases import step_of
-from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, run_alone, run_together, with_constraints
+from tests.e2e.tiny import (
+    Case,
+    Outcome,
+    assert_all_blocks_free,
+    draw_cases,
+    run_alone,
+    run_together,
+    with_constraints,
+)
 from tests.head_checkpoints import make_medusa
 from trtspec import LLM, SamplingParams
 from trtspec.backends.aoti import cut
@@ -32,6 +40,9 @@ from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.worker import SpecWorker
 
+DRAWN = draw_cases(32, seed=52)
+# Four prompts at the end are long, so that requests are preempted and prompts come in chunks.
+CASES = [*DRAWN[:28], *(replace(case, prompt=(case.prompt * 80)[:80]) for case in DRAWN[28:])]
 MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": "head"},
     "eagle": {"method": "eagle", "model": "eagle"},

@@ -35,7 +35,7 @@ from trtspec.engine.propose import READ_ROWS
 from trtspec.sampling_params import sample_seed
 
 K = 3
-CASES = draw_cases(30, seed=27, most_prompt=60)
+CASES = draw_cases(16, seed=27, most_prompt=60)
 
 
 @pytest.fixture(scope="module", params=["eagle3", "eagle"])
@@ -76,12 +76,12 @@ def test_the_heads_own_drafts(make: Make, reference: Callable[[], Reference]) ->
         assert 0 < run.speculation.acceptance_per_position[0] < 1
 
 
-@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize("rows", [1, 5, pytest.param(17, marks=pytest.mark.long)])
 def test_chunks_of_prompts(make: Make, reference: Callable[[], Reference], rows: int) -> None:
     """After each step, draft KV covers the prefilled part of a prompt. The hidden states of that part are not kept."""
     with make(K, max_batch_size=8, **ROOMY) as llm:
         most = chunks_of(llm, rows)
-        assert_right(llm, reference(), told=True)
+        assert_right(llm, reference().first(8), told=True)
         assert most() == rows
 
 
@@ -104,7 +104,7 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
         for i, case in enumerate(cases):  # one after the other
             run, seen = run_watched(llm, [case])
             assert run.outcomes == expected.outcomes[i : i + 1]
-            assert first_wrong_draft(head, seen, expected.told) is None
+            assert first_wrong_draft(head, seen, expected.log(True)) is None
             assert not seen.incomplete
         assert llm.engine.stats.prefix_hit_tokens == sum(4 * max(n - 1, 0) for n in range(0, 11, 2))
 
@@ -112,8 +112,12 @@ def test_shared_prefixes(target: Path, make: Make) -> None:
 @pytest.mark.parametrize("why", ["context", "request", "room", "load"])
 def test_prefixes_are_shared_and_states_bounded_where_nobody_drafts(make: Make, why: str) -> None:
     """The head reads on only if drafts may come back with the load. Then it reads many rows at once."""
-    own: dict[str, dict[str, int]] = {"request": {"max_draft_len": 0}, "room": {"max_tokens": 2}}
-    params = SamplingParams(**{"temperature": 0, "max_tokens": 150, "ignore_eos": True, **own.get(why, {})})
+    own: dict[str, dict[str, int]] = {
+        "request": {"max_draft_len": 0},
+        "room": {"max_tokens": 2},
+        "load": {"max_tokens": 150},
+    }
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 30, "ignore_eos": True, **own.get(why, {})})
     with make(
         K, {"max_model_len": 20} if why == "context" else {}, max_batch_size=4, **{**ROOMY, "max_num_tokens": 16}
     ) as llm:
