@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from tests.e2e import tensorrt_engines
-from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K
+from tests.e2e.conformance import CASES, LIMITS, MODES, TIGHT, K, packed
 from tests.e2e.tensorrt_engines import Built
-from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_alone, run_together, with_constraints
+from tests.e2e.tiny import Case, Outcome, Run, assert_all_blocks_free, run_together, with_constraints
 from tests.fake_tensorrt.golden import assert_golden
 from tests.tensorrt_stand_in import Context, CudaRuntime, TensorRT
 from trtspec import LLM, SamplingParams, StructuredOutputs
@@ -41,7 +41,6 @@ MODE_KERNELS = {
     "draft": {*KERNELS, "ProcessLogits"},  # the draft's logits have no constraints
     "eagle3": {*KERNELS, "ProcessLogits", "SpecSampleVocab", "SpecAccept"},
 }
-REQUESTS = CASES[:40]
 REGEX = "(bg|gb|g){9,}"
 MASKED = [
     Case([i + 1, 2, 3], SamplingParams(temperature=i / 2, seed=i, max_tokens=20, structured_outputs=guide))
@@ -56,12 +55,7 @@ kernels = tensorrt_engines.kernels
 trt = tensorrt_engines.trt
 built = tensorrt_engines.built
 engine = tensorrt_engines.engine
-
-
-@pytest.fixture(scope="module")
-def plain(models: Path) -> list[Outcome]:
-    """Eager's outcomes of each of REQUESTS alone."""
-    return run_alone(LLM(models / "target", num_kv_blocks=128, **LIMITS).engine, REQUESTS)
+plain = tensorrt_engines.plain
 
 
 @pytest.mark.parametrize("mode", BUILT)
@@ -91,14 +85,10 @@ def test_batches_of_every_kind(
     """Packed in a tight cache, outcomes are eager's of each request alone. All device memory is freed."""
     folder = engine(mode, schedule)
     before = len(cuda.blocks)
-    llm = LLM(folder, **TIGHT)
-    run = run_together(llm.engine, REQUESTS)
+    run = packed(LLM(folder, **TIGHT))
     assert run.outcomes == plain
-    assert llm.engine.stats.preemptions
-    assert run.num_mixed_steps > 0 or mode == "none"
-    assert_all_blocks_free(llm)
     assert cuda.launched_graphs > 0
-    del run, llm
+    del run
     import gc
 
     gc.collect()
