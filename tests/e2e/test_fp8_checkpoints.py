@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, K, make_models, packed, speculation, wishes
 from tests.e2e.tensorrt_engines import cuda, kernels, trt
-from tests.e2e.test_tensorrt_runtime import CONFIG
+from tests.e2e.test_tensorrt_builds import CONFIG
 from tests.e2e.tiny import make_target, run_alone, run_together
 from tests.fp8_checkpoints import Fp8Kind, fp8
 from tests.tensorrt_stand_in import TensorRT

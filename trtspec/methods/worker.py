@@ -61,7 +61,8 @@ class SpecWorker(nn.Module):
         super().__init__()
         self.head = head
         ids = head.target_ids
-        d2t = ids if ids.is_meta else ids - torch.arange(len(ids), device=ids.device)  # as in RotaryTable
+        # on meta as in RotaryTable
+        d2t = torch.empty_like(ids) if ids.is_meta else ids - torch.arange(len(ids), device=ids.device)
         self.register_buffer("d2t", d2t, persistent=False)
         self.max_draft_len = max_draft_len
         self.capture_layers = tuple(capture_layers)
