@@ -14,39 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.e2e import conformance
 from tests.e2e.conformance import CASES, LIMITS, TIGHT, packed
-from tests.e2e.tiny import Outcome, add_tokenizer, make_target, perturbed, run_alone
+from tests.e2e.tiny import Outcome, run_alone
 from trtspec import LLM
 from trtspec.build.build import build_engine
-from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.core import StepInputs
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.eagle3.train import export_eagle3, new_head
-from trtspec.models.weights import load_decoder
 
 K = 2
-CAPTURED = (0, 1)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """target/, draft/ (target with noise) and head/ (EAGLE3), all untrained, with 16 ids."""
-    folder = tmp_path_factory.mktemp("models")
-    target = make_target(folder, num_hidden_layers=2)
-    add_tokenizer(target)
-    (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    (target / "additional_chat_templates").mkdir()
-    (target / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }} {{ messages[0].content }}")
-    perturbed(target, noise=0.15)
-    config = ModelConfig.from_folder(target)
-    torch.manual_seed(1)  # with this seed, both positions are right now and then
-    head = new_head(load_decoder(config, torch.float32), CAPTURED, torch.arange(13))
-    export_eagle3(head, config, CAPTURED, folder / "head", torch.float32)
-    return folder
+    return conformance.make_models(tmp_path_factory.mktemp("models"), num_layers=2)
 
 
 def speculation(mode: str, models: Path) -> dict[str, Any] | None:

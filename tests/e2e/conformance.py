@@ -44,12 +44,12 @@ TIGHT = {"num_kv_blocks": 41}
 MODES = ("none", "ngram", "draft", "eagle3")
 
 
-def make_models(folder: Path) -> Path:
+def make_models(folder: Path, num_layers: int = 3) -> Path:
     """Write target/, draft/ (target with noise), head/ (EAGLE3) and eagle/, all untrained, with 16 ids.
 
-    Each draft model guesses right now and then.
+    Each draft model guesses right now and then. num_layers: of the target.
     """
-    target = make_target(folder, num_hidden_layers=3)
+    target = make_target(folder, num_hidden_layers=num_layers)
     add_tokenizer(target)
     (target / "chat_template.jinja").write_text("{{ messages[0].content }}")
     (target / "additional_chat_templates").mkdir()
@@ -57,8 +57,9 @@ def make_models(folder: Path) -> Path:
     perturbed(target, noise=0.15)
     config = ModelConfig.from_folder(target)
     torch.manual_seed(1)  # with this seed, every position is right now and then
-    head = new_head(load_decoder(config, torch.float32), (0, 1, 2), torch.arange(0, 16, 1)[:13])
-    export_eagle3(head, config, (0, 1, 2), folder / "head", torch.float32)
+    captured = tuple(range(num_layers))
+    head = new_head(load_decoder(config, torch.float32), captured, torch.arange(13))
+    export_eagle3(head, config, captured, folder / "head", torch.float32)
     make_eagle(folder, target, num_hidden_layers=2, fc_bias=True, seed=4)  # likewise, with this seed
     return folder
 

@@ -25,10 +25,11 @@ from tests.e2e.conformance import (
     assert_speculation_changes_nothing,
     assert_words_are_those_of_eager,
     build,
+    make_models,
     packed,
     speculation,
 )
-from tests.e2e.tiny import Outcome, Run, add_tokenizer, make_target, perturbed, run_alone
+from tests.e2e.tiny import Outcome, Run, run_alone
 from tests.quantized_checkpoints import Kind, quantised
 from trtspec import LLM, SamplingParams
 from trtspec.backends.onnx.executable import OnnxExecutable
@@ -36,12 +37,9 @@ from trtspec.backends.onnx.export import DOMAIN, OPSET
 from trtspec.backends.onnx.functions import with_bodies
 from trtspec.build.build import build_engine
 from trtspec.cli import main
-from trtspec.config.checkpoint.model import ModelConfig
 from trtspec.config.engine import EngineConfig
 from trtspec.errors import CheckpointError, DependencyError, UnsupportedError
 from trtspec.interop.reading import read_speculative_config
-from trtspec.methods.eagle3.train import export_eagle3, new_head
-from trtspec.models.weights import load_decoder
 
 BUILT = [mode if mode == "none" else pytest.param(mode, marks=pytest.mark.long) for mode in MODES]
 SHORT = "eagle3 with two drafts"  # the graphs of K drafts take longer to build, and are the same otherwise
@@ -49,16 +47,7 @@ SHORT = "eagle3 with two drafts"  # the graphs of K drafts take longer to build,
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The conformance suite's target/, draft/ and head/, with two layers instead of three."""
-    folder = tmp_path_factory.mktemp("models")
-    target = make_target(folder)
-    add_tokenizer(target)
-    perturbed(target, noise=0.15)
-    config = ModelConfig.from_folder(target)
-    torch.manual_seed(1)  # with this seed, every position is right now and then
-    head = new_head(load_decoder(config, torch.float32), (0, 1), torch.arange(13))
-    export_eagle3(head, config, (0, 1), folder / "head", torch.float32)
-    return folder
+    return make_models(tmp_path_factory.mktemp("models"), num_layers=2)
 
 
 def two_drafts(models: Path) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class SpecWorker(nn.Module):
         super().__init__()
         self.head = head
         ids = head.target_ids
-        # on meta as in RotaryTable
+        # no arithmetic on meta, as in RotaryTable
         d2t = torch.empty_like(ids) if ids.is_meta else ids - torch.arange(len(ids), device=ids.device)
         self.register_buffer("d2t", d2t, persistent=False)
         self.max_draft_len = max_draft_len
