@@ -24,6 +24,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import trtspec_plugins.triton.attention as attention
 
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from tests.plugins.references import reference
 
 CHUNK = 64  # in the tests: one tile, so that short caches have several chunks

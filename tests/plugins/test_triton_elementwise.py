@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from trtspec_plugins.triton.elementwise import rotate_heads, silu_mul
 
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from trtspec.ops import rotate_heads_inline, silu_mul_inline
 
 DTYPES = st.sampled_from([torch.float32, torch.float16])

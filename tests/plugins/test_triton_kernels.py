@@ -19,6 +19,7 @@ from trtspec_plugins.triton.compact import kv_compact_
 from trtspec_plugins.triton.sample import spec_sample
 
 from tests.contract import batches
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from tests.plugins.references import reference
 
 NONE = torch.empty(0, dtype=torch.int64)

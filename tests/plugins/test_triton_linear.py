@@ -28,6 +28,7 @@ from trtspec_plugins.triton.embedding import packed_embedding
 from trtspec_plugins.triton.linear import packed_linear
 from trtspec_plugins.triton.linear_quantized import quantize_rows, round_rows
 
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from tests.plugins.packed_layers import FP8, GROUPS, random_int8_groups, random_rows
 from trtspec.ops.linear import _quantize, _reference, round_e4m3
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, packed_rows, quantize_int4, quantize_int8

@@ -15,6 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from trtspec_plugins.triton.norm import rms_norm
 
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from trtspec.ops.norm import rms_norm_inline
 
 # In fp32: sums of up to 300 squares, a root and three products. fp16 may round to the neighbour, twice.

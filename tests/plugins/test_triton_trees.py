@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed here")
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("TRITON_INTERPRET=1 runs kernels on the CPU: make test", allow_module_level=True)
 
+from tests.plugins.interpreter import fast_interpreter  # noqa: F401
 from tests.plugins.test_triton_attention import CHUNK, TOLERANCE, Arguments, both_forms, check, launch
 from tests.unit.attention_cases import LONGEST, Batch, Model, Part, TreePart, chain_batch, tree_batch, tree_parts
 
