@@ -372,8 +372,7 @@ def test_rows_of_a_matrix_are_the_references(layout: str | torch.dtype, width: i
 def test_ids_past_the_matrix_give_its_ends() -> None:
     weight = torch.randn(10, 6)
     assert torch.equal(packed_embedding(torch.tensor([-1, 10, 2**40]), weight, NONE, NONE, 6), weight[[0, 9, 9]])
-    panels = pack_panels(weight)
-    assert torch.equal(packed_embedding(torch.tensor([-1, 32]), panels, NONE, NONE, 6)[0], weight[0])
+    assert torch.equal(packed_embedding(torch.tensor([-1, 32]), pack_panels(weight), NONE, NONE, 6)[0], weight[0])
 
 
 # --- the compiled instructions ----------------------------------------------------------------------------------------
