@@ -1,7 +1,7 @@
 """Cells of the grid that the TensorRT-RTX builder is asked to build: a mode, K, a dtype, a quantisation.
 
-A cell's graphs are exported and written once, and built for every architecture of SMS. Networks have our plugins cut
-out (rtx_builder.py). Attention is such a plugin, or TensorRT's own.
+A cell's graphs are exported and written once, and built for every architecture of SMS. Networks with attention "plugin"
+have our plugins cut out (rtx_builder.py). Those with "native" are whole, as backend tensorrt_rtx builds them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from trtspec.backends.graph_io import SLOT_ROWS
 from trtspec.backends.onnx.export import export_onnx
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.table import BACKENDS
-from trtspec.backends.tensorrt.compile import build_plan
+from trtspec.backends.tensorrt.compile import build_plan, no_plugin
+from trtspec.backends.tensorrt.inline import inline_ops
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.build.build import described_steps, largest_sizes, wanted_graphs, with_linear_cache
 from trtspec.build.context import plan_context
@@ -63,12 +64,15 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
     try:
         for role, step, sizes, draft_len in _graphs(models, mode, K, dtype, quantization, options):
             block_size = LIMITS["block_size"]  # of the example; the caches of a network may have others
-            example = example_for(step, draft_len, block_size, constraints=role == "target")
+            example = example_for(step, draft_len, block_size, constraints=role == "target" and not options.native)
             model = export_onnx(step, example, example_kv(step, example, block_size))
-            write_linears(model, "tensorrt")
+            write_linears(model, "tensorrt_rtx" if options.native else "tensorrt")
+            if options.native:
+                inline_ops(model)
             names = tuple(str(value.name) for value in model.graph.inputs[: -2 * len(step.kv_layers)])
             names = (SLOT_ROWS,) * sizes.linear + names
             linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
+            own = no_plugin if options.native else cut_plugin_of
             for sm in SMS:
                 start = time.perf_counter()
                 trt = CutTensorRT(model, sm, options.native)
@@ -76,7 +80,7 @@ def check(models: Models, mode: M, K: int, dtype: str, quantization: str | None,
                 shapes = profiles(names, step.kv_layers, largest, None, step.hidden_width, step.vocab_size)
                 cut = [Profile(one.name, CutShapes(one, trt)) for one in shapes]
                 try:
-                    plan, _ = build_plan(trt, model, cut, options, cut_plugin_of, linear)
+                    plan, _ = build_plan(trt, model, cut, options, own, linear)
                 except EngineError as error:
                     said = " / ".join(trt.log.errors()) or str(error)
                     return cell(f"builder: {said}")
@@ -91,7 +95,7 @@ def _graphs(
     models: Models, mode: M, K: int, dtype: str, quantization: str | None, options: TensorRTOptions
 ) -> Iterator[tuple[str, Step, Any, int]]:
     """Yield (role, step, its largest sizes, K of the graph) of each graph of a cell's engine."""
-    backend = replace(BACKENDS["tensorrt"], verified=None)  # the builder decides
+    backend = replace(BACKENDS["tensorrt_rtx" if options.native else "tensorrt"], verified=None)  # the builder decides
     recipe = None if mode is M.NONE else RECIPES[mode]
     speculation = None if recipe is None else read_speculative_config(recipe.speculation(models, K))
     config = EngineConfig(backend="tensorrt", dtype=dtype, quantization=quantization, **LIMITS)

@@ -1,7 +1,8 @@
 """Build networks with NVIDIA's TensorRT-RTX builder, which makes plans on a CPU (make contract-tensorrt-rtx).
 
-The builder comes from the package registry, into its own venv under build/. torch and the tools come from the Python
-that runs this script. Where the packages are not available, the script says so and exits with 0.
+--engines builds engines of backend tensorrt_rtx instead of the grid. The builder comes from the package registry, into
+its own venv under build/. torch and the tools come from the Python that runs this script. Where the packages are not
+available, the script says so and exits with 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ def main(arguments: list[str]) -> int:
         python = make(FOLDER, PACKAGES, _complete)
     except Unavailable as error:
         return skipped(f"TensorRT-RTX {VERSION}", error)
-    command = [str(python), "-m", "tests.contract.rtx_grid", *arguments]
+    module = "rtx_engines" if "--engines" in arguments else "rtx_grid"
+    command = [str(python), "-m", f"tests.contract.{module}", *(one for one in arguments if one != "--engines")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 

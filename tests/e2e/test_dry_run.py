@@ -266,6 +266,7 @@ def test_profiles_and_plugins(configs: Path, tmp_path: Path) -> None:
         "strip_plan": False,
         "version_compatible": False,
         "hardware_compatibility": "none",
+        "sm": [],
     }
     target = plan["executables"]["target"]
     [graph] = target["graphs"]
@@ -315,7 +316,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
         "leave num_kv_blocks and kv_cache_memory unset",
     ),
     "no tensorrt": (["--backend", "tensorrt"], "TensorRT is missing"),
-    "the cache of others": (["--num_kv_blocks", "99"], "--num_kv_blocks: for --backend tensorrt alone"),
+    "the cache of others": (["--num_kv_blocks", "99"], "--num_kv_blocks: for --backend tensorrt, tensorrt_rtx alone"),
     "options of tensorrt": (["--refit", "--workers", "2", "--dry_run"], "--workers, --refit: for --backend tensorrt"),
     "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),
     "no plan to write": (["--json", "plan.json"], "--json plan.json is for the plan that --dry_run makes"),

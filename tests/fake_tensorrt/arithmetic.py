@@ -83,12 +83,12 @@ class Unary(FakeLayer):
         takes = {"NOT": {DataType.BOOL}, "NEG": FLOATS | INTEGERS}.get(operation, FLOATS)
         if x.dtype not in takes:
             self._refuse(f"{operation} of {x.dtype.name}")
-        return [(x.dtype, x.shape)]
+        return [(DataType.BOOL if operation == "ISNAN" else x.dtype, x.shape)]
 
     def _value(self, x: Tensor) -> Tensor:
         functions = {
             "NOT": torch.logical_not, "NEG": torch.neg, "EXP": torch.exp, "SQRT": torch.sqrt,
-            "RECIP": torch.reciprocal,
+            "RECIP": torch.reciprocal, "LOG": torch.log, "ISNAN": torch.isnan,
         }  # fmt: skip
         return functions[self._settings["op"].name](x)
 
@@ -144,8 +144,10 @@ class Reduce(FakeLayer):
         return [i for i in range(rank) if self._settings["axes"] >> i & 1]
 
     def _value(self, x: Tensor) -> Tensor:
-        function = {"SUM": torch.sum, "AVG": torch.mean}[self._settings["op"].name]
-        result: Tensor = function(x, self._axes(x.ndim), keepdim=self._settings["keep_dims"], dtype=x.dtype)
+        operation, axes, keep = self._settings["op"].name, self._axes(x.ndim), self._settings["keep_dims"]
+        if operation in ("MAX", "MIN"):
+            return (torch.amax if operation == "MAX" else torch.amin)(x, axes, keepdim=keep)
+        result: Tensor = {"SUM": torch.sum, "AVG": torch.mean}[operation](x, axes, keepdim=keep, dtype=x.dtype)
         return result
 
 

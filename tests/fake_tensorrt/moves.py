@@ -89,7 +89,7 @@ class Scatter(FakeLayer):
         return [(one_dtype(self, data, updates), data.shape)]
 
     def _value(self, data: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-        return data.scatter(0, indices.long(), updates)
+        return data.scatter(self._settings.get("axis", 0), indices.long(), updates)
 
 
 class Gather(FakeLayer):

@@ -21,7 +21,7 @@ from onnx import helper  # noqa: E402
 
 from tests.unit.onnx_nodes import INF, INPUTS, NAN, NO_TOKEN, _info, random_logits, run, seeds  # noqa: E402
 from trtspec.backends.onnx.builder import Body  # noqa: E402
-from trtspec.backends.onnx.sampling import _dense_noise, _noise  # noqa: E402
+from trtspec.backends.onnx.sampling import dense_words, gumbel, words_of  # noqa: E402
 from trtspec.ops import accept, gumbel_noise, logits, sample  # noqa: E402
 
 
@@ -136,7 +136,7 @@ def noise_session(dense: bool) -> Any:
     """A session of SpecSample's noise alone, made of the nodes of its body: of all ids, or of pairs (position, id)."""
     body = Body("Noise", ("seeds", "positions", "ids"))
     s, t, v = body.inputs
-    noise = _dense_noise(s.at(1), t.at(1), body.Size(v).reshape(1)) if dense else _noise(s, t, v)
+    noise = gumbel(dense_words(s.at(1), t.at(1), body.Size(v).reshape(1)) if dense else words_of(s, t, v))
     function = body.function((noise,), ("noise",))
     node = helper.make_node("Noise", list(function.input), ["noise"], domain="trtspec")
     inputs = [_info(name, "<i8", 1) for name in function.input]

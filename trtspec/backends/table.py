@@ -35,6 +35,7 @@ class Backend:
     # Graphs are TensorRT's: one ragged graph per K, with optimisation profiles, one of which is for uniform batches.
     # The cache's size is fixed.
     profiles: bool = False
+    plugins: bool = True  # of TensorRT graphs: they call our plugins, unless options say otherwise
     only_float32: bool = False
     causal: bool = False  # attention does not support tree masks
     trees: bool = False  # drafts may be a tree
@@ -182,6 +183,21 @@ BACKENDS = {
             most_biases=MAX_BIASES,
             most_bans=MAX_BANS,
             verified=_ON_GPUS | {_M.PARD, _M.P_EAGLE, _M.MLP_SPECULATOR},
+        ),
+        Backend(
+            "tensorrt_rtx",
+            "cuda",
+            functional=True,
+            packs=False,
+            executable="trtspec.backends.tensorrt.rtx:RtxExecutable",
+            compiler="trtspec.backends.tensorrt.rtx",
+            extra="tensorrt-rtx",
+            profiles=True,
+            plugins=False,
+            causal=True,
+            only_attention_writes=True,
+            most_bans=MAX_BANS,
+            verified=_ON_GPUS - {_M.SAVE_HIDDEN_STATES, _M.DRAFT_TARGET_ONE_MODEL},
         ),
     )
 }

@@ -63,6 +63,7 @@ def build_engine(
     output = Path(output).resolve()
     refuse_taken(output, replace_existing)
     backend = engine_backend(config, options)
+    options = engine_options(backend, options)
     compile_step = backend.load_compiler()
     stored = _storable(speculative)
     load_plugins()
@@ -120,6 +121,21 @@ def engine_backend(config: EngineConfig, options: TensorRTOptions | None = None)
     return backend
 
 
+def engine_options(backend: Backend, options: TensorRTOptions | None) -> TensorRTOptions | None:
+    """Return the options of an engine of `backend`; None = the usual ones.
+
+    ConfigError or UnsupportedError for options that are of another backend.
+    """
+    if not backend.plugins:
+        return (options or TensorRTOptions()).without_plugins()
+    if options is not None and options.sm:
+        raise ConfigError(
+            f"sm = {options.sm}: backend {backend.name} builds for the GPU that is here; leave it out, or set "
+            "backend = 'tensorrt_rtx'"
+        )
+    return options
+
+
 def refuse_taken(output: Path, replace_existing: bool) -> None:
     """Raise ConfigError unless `output` is free, or is an engine, in whatever state, that may be replaced."""
     if output.exists() and (os.path.ismount(output) or output.samefile(Path.cwd())):
@@ -166,19 +182,21 @@ def with_linear_cache(context: BuildContext) -> BuildContext:
     run. ConfigError if the cache's size was asked for.
     """
     config, mode, K = context.config, context.mode, context.max_draft_len
+    way, remedy = ("attention = 'native'", "attention = 'plugin'")
+    if not context.backend.plugins:
+        way, remedy = (f"backend {context.backend.name}", "another backend")
     has_layers = mode.reads_hidden_states() or (mode.use_one_engine() and not mode.drafts_without_kv())
     if has_layers and K > 1:
         raise UnsupportedError(
-            f"attention = 'native': {mode.name} with {K} drafts writes the draft layers' cache {K} times in a "
-            "launch, TensorRT's own attention writes a cache once; use attention = 'plugin', or 1 draft"
+            f"{way}: {mode.name} with {K} drafts writes the draft layers' cache {K} times in a launch, and TensorRT's "
+            f"own attention writes a cache once; use {remedy}, or 1 draft"
         )
     models = [dense_spec(model) for model in (context.target, context.draft) if isinstance(model, ModelConfig)]
     if any(window is not None for spec in models for window in spec.windows):
-        raise UnsupportedError("attention = 'native' is built without sliding windows; use attention = 'plugin'")
+        raise UnsupportedError(f"{way} is built without sliding windows; use {remedy}")
     if config.num_kv_blocks is not None or config.kv_cache_memory is not None:
         raise ConfigError(
-            "attention = 'native' has a cache of max_batch_size whole sequences; leave num_kv_blocks and "
-            "kv_cache_memory unset"
+            f"{way} has a cache of max_batch_size whole sequences; leave num_kv_blocks and kv_cache_memory unset"
         )
     tokens = -(-(context.max_seq_len + 2 * K) // 8) * 8
     linear = replace(config, block_size=tokens, num_kv_blocks=config.max_batch_size + 1)

@@ -11,7 +11,14 @@ import torch
 
 from trtspec.backends.describe import Calls, GraphPlan, describe_graph, plugins
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
-from trtspec.build.build import described_steps, engine_backend, largest_sizes, wanted_graphs, with_linear_cache
+from trtspec.build.build import (
+    described_steps,
+    engine_backend,
+    engine_options,
+    largest_sizes,
+    wanted_graphs,
+    with_linear_cache,
+)
 from trtspec.build.context import BuildContext, Role, plan_context
 from trtspec.build.memory import Activation, activations, table_bytes
 from trtspec.config.engine import EngineConfig
@@ -127,7 +134,7 @@ def plan_build(
     """
     backend = engine_backend(config, options)
     if backend.profiles:
-        options = options or TensorRTOptions()
+        options = engine_options(backend, options or TensorRTOptions())
     context = plan_context(checkpoint, speculative, config, backend).described()
     if options is not None and options.native:
         context = with_linear_cache(context)
@@ -196,7 +203,7 @@ def _executable(
             for graph in graphs
             if backend.profiles
         },
-        plugins=plugins(graphs[-1].calls, sizes.linear) if backend.profiles else (),
+        plugins=plugins(graphs[-1].calls, sizes.linear) if backend.profiles and backend.plugins else (),
     )
 
 

@@ -6,13 +6,15 @@ import argparse
 from dataclasses import fields
 from typing import Any
 
-from trtspec.backends.tensorrt.profiles import HARDWARE, TensorRTOptions
+from trtspec.backends.table import BACKENDS
+from trtspec.backends.tensorrt.profiles import HARDWARE, USUAL_ARCHITECTURES, TensorRTOptions
 from trtspec.errors import ConfigError
 
 
 def add_tensorrt(parser: argparse.ArgumentParser) -> None:
     """Add the options. All are unset by default, so that given options can be recognised."""
-    group = parser.add_argument_group("TensorRT", "for --backend tensorrt alone")
+    usual = ",".join(map(str, USUAL_ARCHITECTURES))
+    group = parser.add_argument_group("TensorRT", "for --backend tensorrt and tensorrt_rtx alone")
     group.add_argument("--opt_num_tokens", type=int, help="rows of a step to tune for (default: half of the largest)")
     group.add_argument(
         "--workers", type=int, help="ranks built at a time (default 1; without tensor parallelism there is one)"
@@ -29,20 +31,26 @@ def add_tensorrt(parser: argparse.ArgumentParser) -> None:
         ("version_compatible", "later versions of TensorRT 11 run it"),
     ):
         group.add_argument(f"--{name}", action="store_true", default=None, help=does)
+    group.add_argument("--sm", type=_numbers, help=f"architectures for tensorrt_rtx, as 89,120 (default {usual})")
     group.add_argument("--num_kv_blocks", type=int, help="of the KV cache (default: for max_batch_size full sequences)")
     group.add_argument("--kv_cache_memory", type=int, help="the same in bytes")
     group.add_argument("--hardware_compatibility", help=f"{', '.join(HARDWARE)} (default {HARDWARE[0]})")
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 def tensorrt_options(namespace: argparse.Namespace) -> TensorRTOptions | None:
     """Return the given options; None for another backend, for which any given option raises ConfigError."""
     given = _given(namespace, [field.name for field in fields(TensorRTOptions)])
-    if namespace.backend == "tensorrt":
+    if BACKENDS[namespace.backend].profiles:
         return TensorRTOptions(**given)
     given |= cache_limits(namespace)
     if given:
         options = ", ".join(f"--{name}" for name in given)
-        raise ConfigError(f"{options}: for --backend tensorrt alone, this one is {namespace.backend}; leave it out")
+        able = ", ".join(row.name for row in BACKENDS.values() if row.profiles)
+        raise ConfigError(f"{options}: for --backend {able} alone, this one is {namespace.backend}; leave it out")
     return None
 
 

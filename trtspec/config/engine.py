@@ -9,7 +9,7 @@ from trtspec.errors import ConfigError, UnsupportedError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = (None, "int8", "int4", "int4_g64", "int4_g128")
-BACKENDS = ("eager", "cuda", "aoti", "onnx", "tensorrt")
+BACKENDS = ("eager", "cuda", "aoti", "onnx", "tensorrt", "tensorrt_rtx")
 AUTO = "auto"
 """An engine folder's own backend. For a checkpoint it is a compiled engine that is kept, if that is possible."""
 DEVICES = ("auto", "cpu", "cuda")
@@ -29,11 +29,11 @@ class EngineConfig:
     checkpoint is quantised already, it applies to the other linears, and must be of the checkpoint's own kind.
     lm_head_quantization: that of the lm_head, and of the embedding if both are one matrix. "int8", or None = as the
     checkpoint has it.
-    backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "cuda", "onnx" (ONNX Runtime) or "tensorrt". With
-    "aoti" a checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE). "eager" runs a checkpoint op
-    by op, for debugging. "cuda" runs it on the GPU that torch sees first (CUDA_VISIBLE_DEVICES), with generations as
-    CUDA graphs. "auto" is an engine folder's own backend. For a checkpoint it is "aoti", or "eager" if nothing can be
-    compiled or kept, which the log then reports.
+    backend: engine folders are of "aoti" (AOTInductor, C++ kernels), "cuda", "onnx" (ONNX Runtime), "tensorrt" or
+    "tensorrt_rtx". With "aoti" a checkpoint is compiled at its first start and kept in a cache (TRTSPEC_CACHE). "eager"
+    runs a checkpoint op by op, for debugging. "cuda" runs it on the GPU that torch sees first (CUDA_VISIBLE_DEVICES),
+    with generations as CUDA graphs. "auto" is an engine folder's own backend. For a checkpoint it is "aoti", or "eager"
+    if nothing can be compiled or kept, which the log then reports.
     device: the device that the backend runs on; it need not be set.
     max_batch_size: requests in one step.
     max_num_tokens: rows of one step of the target.
@@ -111,7 +111,7 @@ class EngineConfig:
             raise UnsupportedError(f"backend = {self.backend!r} is not built; built: {', '.join((AUTO, *BACKENDS))}")
         if self.device not in DEVICES:
             raise ConfigError(f"device = {self.device!r}; use one of {', '.join(DEVICES)}")
-        on_gpu = self.backend in ("cuda", "tensorrt")
+        on_gpu = self.backend in ("cuda", "tensorrt", "tensorrt_rtx")
         if self.device != "auto" and (self.device == "cuda") != on_gpu:
             raise ConfigError(
                 f"device = {self.device!r}, and backend {self.backend!r} runs on the {'GPU' if on_gpu else 'CPU'}; "

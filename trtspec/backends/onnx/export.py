@@ -148,6 +148,12 @@ def _register(kind: str, tensors: Sequence[Any], numbers: Sequence[Any], num_out
     )
 
 
+def given_inputs(node: ir.Node) -> dict[str, ir.Value]:
+    """Return the inputs that a node of domain `trtspec` has, by their names in trtspec.ops."""
+    names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
+    return {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
+
+
 def _unless_empty(value: Any) -> Any:
     """Return `value`, or None for a tensor that has no elements in any batch."""
     shape = getattr(value, "shape", None)

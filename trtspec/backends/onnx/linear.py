@@ -30,9 +30,9 @@ _INT8_BLOCK = 32
 
 
 def write_linears(model: ir.Model, runtime: str = "onnxruntime") -> None:
-    """Rewrite, in place, each PackedLinear and PackedEmbedding for a runtime: "onnxruntime" or "tensorrt".
+    """Rewrite, in place, each PackedLinear and PackedEmbedding for a runtime.
 
-    UnsupportedError for weights that the runtime does not take.
+    runtime: "onnxruntime", "tensorrt" or "tensorrt_rtx". UnsupportedError for weights that the runtime does not take.
     """
     matrices = _RUNTIMES[runtime](model)
     rewrites: dict[str, Callable[[ir.Node], list[ir.Node]]] = {
@@ -244,7 +244,21 @@ class _TensorRTMatrices(_Matrices):
         self._register_tensor(name, ir.tensor(scale, name=name))
 
 
-_RUNTIMES: dict[str, type[_Matrices]] = {"onnxruntime": _Matrices, "tensorrt": _TensorRTMatrices}
+class _OwnLayersMatrices(_TensorRTMatrices):
+    """The same for networks without plugins. An lm_head in bf16 or fp16 is Gemm, which rounds logits to its dtype."""
+
+    def plain(self, node: ir.Node, matrix: ir.Value, dtype: torch.dtype) -> list[ir.Node]:
+        return _Matrices.plain(self, node, matrix, dtype)
+
+    def in_groups(self, node: ir.Node, held: Tensor, scale: Tensor, zero: Tensor) -> list[ir.Node]:
+        raise UnsupportedError(
+            "TensorRT-RTX has no layers for weights with a scale per group of inputs; use quantization int8, or none"
+        )
+
+
+_RUNTIMES: dict[str, type[_Matrices]] = {
+    "onnxruntime": _Matrices, "tensorrt": _TensorRTMatrices, "tensorrt_rtx": _OwnLayersMatrices,
+}  # fmt: skip
 _TORCH = {
     ir.DataType.FLOAT: torch.float32,
     ir.DataType.FLOAT16: torch.float16,

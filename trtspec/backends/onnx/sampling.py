@@ -58,10 +58,10 @@ def process_logits(absent: Collection[str] = ()) -> FunctionProto:
         (allow_mask, lambda: body.Size(allow_mask) > 0, lambda x: _allow(x, allow_mask)),
     ]
     filters: list[Operation] = [
-        (temperatures, lambda: (temperatures > 0.0).any(), lambda x: _warm(x, temperatures)),
-        (top_ks, lambda: _in_use(top_ks, V).any(), lambda x: _top_k(x, top_ks)),
+        (temperatures, lambda: (temperatures > 0.0).any(), lambda x: warm(x, temperatures)),
+        (top_ks, lambda: in_use(top_ks, V).any(), lambda x: _top_k(x, top_ks)),
         (top_ps, lambda: (top_ps < 1.0).any(), lambda x: _top_p(x, top_ps)),
-        (min_ps, lambda: (min_ps > 0.0).any(), lambda x: _min_p(x, min_ps)),
+        (min_ps, lambda: (min_ps > 0.0).any(), lambda x: min_p(x, min_ps)),
     ]
     asked_constraints = [(asked(), change) for needed, asked, change in constraints if body.has(needed)]
 
@@ -120,23 +120,23 @@ def _allow(logits: Value, allow_mask: Value) -> Value:
     return body.Where(body.BitwiseAnd(bits.int64(), 1) > 0, logits, -INF)
 
 
-def _warm(logits: Value, temperatures: Value) -> Value:
+def warm(logits: Value, temperatures: Value) -> Value:
     temperature = temperatures.at(1)
     return logits.body.Where(temperature > 0.0, logits / temperature, logits)
 
 
-def _in_use(top_ks: Value, V: Value) -> Value:
+def in_use(top_ks: Value, V: Value) -> Value:
     ks = top_ks.int64()
     return (ks > 0) & (ks < V)
 
 
 def _top_k(logits: Value, top_ks: Value) -> Value:
     body = logits.body
-    used = _in_use(top_ks, logits.dim(1))  # [R]
+    used = in_use(top_ks, logits.dim(1))  # [R]
     k = body.Where(used, top_ks.int64(), 1)
     top, _ = body.op("TopK", _comparable(logits), body.ReduceMax(k, keepdims=1), outputs=2, axis=1)
     kth = body.GatherElements(top, (k - 1).at(1), axis=1)  # [R, 1]
-    kth = body.Where(used.at(1) & ~_has_nan(logits), kth, -INF)
+    kth = body.Where(used.at(1) & ~has_nan(logits), kth, -INF)
     return body.Where(logits < kth, -INF, logits)  # all ties with the k-th stay
 
 
@@ -150,17 +150,17 @@ def _top_p(logits: Value, top_ps: Value) -> Value:
     mass = (sums / sums.slice(-1, 2**62, axis=1)).float32()
     dropped = ((mass <= (1.0 - p)) & (p < 1.0)).int64().sum(1)
     dropped = body.Min(dropped, ascending.dim(1) - 1).at(1)  # the most likely token stays
-    smallest_kept = body.Where(_has_nan(logits), -INF, body.GatherElements(ascending, dropped, axis=1))
+    smallest_kept = body.Where(has_nan(logits), -INF, body.GatherElements(ascending, dropped, axis=1))
     return body.Where(logits < smallest_kept, -INF, logits)
 
 
-def _min_p(logits: Value, min_ps: Value) -> Value:
+def min_p(logits: Value, min_ps: Value) -> Value:
     body, floor = logits.body, min_ps.at(1)
     relative = body.Exp(logits - logits.max(1, keep=True))  # p / p_max
-    return body.Where((relative < floor) & (floor > 0.0) & ~_has_nan(logits), -INF, logits)
+    return body.Where((relative < floor) & (floor > 0.0) & ~has_nan(logits), -INF, logits)
 
 
-def _has_nan(logits: Value) -> Value:
+def has_nan(logits: Value) -> Value:
     """Return whether each row has a NaN, [R, 1]. ONNX Runtime's ReduceMax does not show it."""
     return logits.body.IsNaN(logits).to(TensorProto.INT32).max(1, keep=True).int64() > 0
 
@@ -183,7 +183,7 @@ def spec_sample(absent: Collection[str] = ()) -> FunctionProto:
         asked = draws.any() & (body.Size(seeds) > 0)
         noisy = body.maybe(asked, logits, lambda: _noisy(logits, draws.at(1), seeds, positions, vocab_ids))
     top = noisy.max(1, keep=True)
-    exists = (top > -INF) & ~_has_nan(noisy)  # [R, 1]
+    exists = (top > -INF) & ~has_nan(noisy)  # [R, 1]
     # Ties go to the lowest target id: ArgMax returns the first of equal values.
     best = body.ArgMax(noisy, axis=1, keepdims=0)
     if body.has(vocab_ids):
@@ -202,7 +202,7 @@ def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_id
     candidate = (logits > -INF) & draws
 
     def all_at_once() -> Value:
-        noise = _dense_noise(seeds.at(1), positions.at(1), logits.dim(1))
+        noise = gumbel(dense_words(seeds.at(1), positions.at(1), logits.dim(1)))
         return body.Where(draws, logits + noise, logits)
 
     def one_by_one() -> Value:
@@ -211,7 +211,7 @@ def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_id
         ids = column
         if body.has(vocab_ids):
             ids = body.maybe(body.Size(vocab_ids) > 0, column, lambda: body.Gather(vocab_ids, column))
-        noise = _noise(body.Gather(seeds, row), body.Gather(positions, row), ids)
+        noise = gumbel(words_of(body.Gather(seeds, row), body.Gather(positions, row), ids))
         return body.ScatterND(logits, cells, body.GatherND(logits, cells) + noise)
 
     # One counter yields the noise of four ids at once, but only if the ids are not picked one by one.
@@ -221,23 +221,23 @@ def _noisy(logits: Value, draws: Value, seeds: Value, positions: Value, vocab_id
     return body.when(dense, lambda: (all_at_once(),), lambda: (one_by_one(),))[0]
 
 
-def _noise(seeds: Value, positions: Value, ids: Value) -> Value:
-    """Return the noise G(seed, t, v) of n triples, [n] fp32."""
+def words_of(seeds: Value, positions: Value, ids: Value) -> Value:
+    """Return the word x of the noise G(seed, t, v) for n triples, or for triples in any other shape."""
     body = seeds.body
     words = _philox(seeds, _shift_right(ids, 2), positions)
     lane = body.BitwiseAnd(ids, 3)
     word = words[3]
     for i in range(3):
         word = body.Where(body.Equal(lane, i), words[i], word)
-    return _gumbel(word)
+    return word
 
 
-def _dense_noise(seeds: Value, positions: Value, V: Value) -> Value:
-    """Return the noise G of ids 0 .. V - 1, [R, V]; seeds and positions are [R, 1]."""
+def dense_words(seeds: Value, positions: Value, V: Value) -> Value:
+    """Return the words of ids 0 .. V - 1, [R, V]; seeds and positions are [R, 1]."""
     body = seeds.body
     words = _philox(seeds, body.arange((V + 3) // 4).at(0), positions)
     word = body.Concat(*(one.at(2) for one in words), axis=2).reshape(positions.dim(0), -1)
-    return _gumbel(word.slice(0, V, axis=1))
+    return word.slice(0, V, axis=1)
 
 
 def _philox(seeds: Value, quads: Value, positions: Value) -> tuple[Value, Value, Value, Value]:
@@ -267,10 +267,14 @@ def _shift_right(words: Value, bits: int) -> Value:
     return body.BitShift(words.to(TensorProto.UINT64), by, direction="RIGHT").int64()
 
 
-def _gumbel(words: Value) -> Value:
+def gumbel(words: Value) -> Value:
     """Gumbel noise -log(-log(u)) with u = ((x >> 9) + 0.5) * 2^-23, for the words x."""
-    u = (_shift_right(words, 9).float32() + 0.5) * 2.0**-23
-    return -_log(-_log(u))
+    return -_log(-_log(uniform(words)))
+
+
+def uniform(words: Value) -> Value:
+    """Return u = ((x >> 9) + 0.5) * 2^-23 for the words x."""
+    return (_shift_right(words, 9).float32() + 0.5) * 2.0**-23
 
 
 def _log(x: Value) -> Value:

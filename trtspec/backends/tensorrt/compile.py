@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ import torch
 from trtspec.backends.compiled import WEIGHTS, CompiledStep, Graph
 from trtspec.backends.export import example_for, example_kv
 from trtspec.backends.graph_io import SLOT_ROWS
-from trtspec.backends.onnx.export import DOMAIN, export_onnx
+from trtspec.backends.onnx.export import DOMAIN, export_onnx, given_inputs
 from trtspec.backends.onnx.linear import write_linears
 from trtspec.backends.sizes import Sizes
 from trtspec.backends.tensorrt.cuda import Cuda
 from trtspec.backends.tensorrt.executable import load_tensorrt, made_for, open_cuda
-from trtspec.backends.tensorrt.network import Attributes, PluginOf, given_inputs, write_network
+from trtspec.backends.tensorrt.inline import inline_ops
+from trtspec.backends.tensorrt.network import Attributes, PluginOf, write_network
 from trtspec.backends.tensorrt.profiles import Profile, TensorRTOptions, profiles
 from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import ConfigError, DependencyError, EngineError
@@ -68,6 +69,11 @@ def registered_plugins(trt: Any) -> PluginOf:
         return plugin, PLUGINS[name].inputs
 
     return make
+
+
+def no_plugin(op: str, present: Collection[str], attributes: Attributes, chained: bool) -> Any:
+    """Raise LookupError: a network of TensorRT's own layers has no plugins."""
+    raise LookupError(f"{op} has no layers of TensorRT's own; please report this")
 
 
 def _field(trt: Any, name: str, value: float) -> Any:
@@ -182,6 +188,11 @@ def _set_flags(trt: Any, config: Any, options: TensorRTOptions) -> None:
     ):
         if wanted:
             config.set_flag(one)
+    if options.sm:  # TensorRT-RTX, which has no level of compatibility
+        config.num_compute_capabilities = len(options.sm)
+        for place, one in enumerate(options.sm):
+            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{one}"), place)
+        return
     level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
     config.hardware_compatibility_level = level
 
@@ -221,6 +232,7 @@ def compile_step(
     trt: Any = None,
     cuda: Cuda | None = None,
     plugin_of: PluginOf | None = None,
+    own_layers: Mapping[str, str] | None = None,
 ) -> CompiledStep:
     """Build the graphs of these (K, uniform), all of them ragged, of a functional `step` into `folder`.
 
@@ -228,14 +240,17 @@ def compile_step(
 
     report: is called with what is being done. constraints: graphs take constraints on the logits and return them.
     sizes: largest sizes that the engines must take; its draft_len is used only for a step that does not verify drafts
-    in its graph. trt, cuda, plugin_of: by default TensorRT, the GPU and
-    TensorRT's registry. DependencyError if a plugin's kernel is not compiled, UnsupportedError for weights that
-    TensorRT does not take, EngineError if TensorRT does not build an engine.
+    in its graph. trt, cuda, plugin_of: by default TensorRT, the GPU and TensorRT's registry. own_layers: networks have
+    TensorRT's own layers only, and this is what a plan requires of the machine that runs it.
+
+    DependencyError if a plugin's kernel is not compiled, UnsupportedError for weights that TensorRT does not take,
+    EngineError if TensorRT does not build an engine.
     """
     options = options or TensorRTOptions()
-    real = plugin_of is None
-    trt, cuda = trt or load_tensorrt(), cuda or open_cuda()
-    plugin_of = plugin_of or registered_plugins(trt)
+    real = plugin_of is None and own_layers is None
+    trt = trt or load_tensorrt()
+    needs = own_layers if own_layers is not None else _needs(made_for(trt, cuda or open_cuda()), options)
+    plugin_of = plugin_of or (no_plugin if own_layers is not None else registered_plugins(trt))
     graphs = []
     weights: dict[str, torch.Tensor] = {}  # weights that all graphs share
     for i, (K, _) in enumerate(sorted(wanted, reverse=True)):
@@ -244,7 +259,9 @@ def compile_step(
             block_size = 16  # for the example alone: caches of the network's shape need not be allocated here
         example = example_for(step, K, block_size, constraints=constraints)
         model = export_onnx(step, example, example_kv(step, example, block_size))
-        write_linears(model, "tensorrt")
+        write_linears(model, "tensorrt" if own_layers is None else "tensorrt_rtx")
+        if own_layers is not None:
+            inline_ops(model)
         if real:
             with _kernels_for(options):
                 check_kernels(model, sizes.linear)
@@ -255,7 +272,7 @@ def compile_step(
         report(f"graph for K = {K}: building")
         file = "rank0.engine" if i == 0 else f"rank0_k{K}.engine"
         linear = (sizes.blocks - 1, sizes.block_size) if sizes.linear else None
-        with _kernels_for(options):
+        with _kernels_for(options) if own_layers is None else nullcontext():
             plan, used = build_plan(trt, model, shapes, options, plugin_of, linear)
         (folder / file).write_bytes(plan)
         if options.strip_plan:
@@ -266,7 +283,7 @@ def compile_step(
     if weights:
         save_weight_file(weights, folder / WEIGHTS)
     compiled = CompiledStep.of(step, graphs[::-1], constraints)
-    return replace(compiled, made_for=_needs(made_for(trt, cuda), options), kv_blocks=sizes.blocks, linear=sizes.linear)
+    return replace(compiled, made_for=dict(needs), kv_blocks=sizes.blocks, linear=sizes.linear)
 
 
 def _kernels_for(options: TensorRTOptions) -> AbstractContextManager[None]:

@@ -90,8 +90,13 @@ class TensorRTExecutable(CompiledExecutable):
     """
 
     def __init__(self, compiled: CompiledStep, folder: Path, kv: Sequence[KVLayer]) -> None:
-        self._trt, self._cuda = load_tensorrt(), open_cuda()
+        self._trt, self._cuda = self.library(), open_cuda()
         super().__init__(compiled, folder, kv)
+
+    @classmethod
+    def library(cls) -> Any:
+        """Import the module that runs the plans."""
+        return load_tensorrt()
 
     @classmethod
     def check(cls, compiled: CompiledStep) -> None:
@@ -119,8 +124,7 @@ class TensorRTExecutable(CompiledExecutable):
     def _load(self, folder: Path) -> Mapping[Graph, Callable[[list[Tensor]], list[Tensor]]]:
         trt, cuda = self._trt, self._cuda
         runtime, stream = trt.Runtime(trt.Logger(trt.Logger.WARNING)), cuda.stream()
-        if "tensorrt" not in self.compiled.made_for:
-            runtime.engine_host_code_allowed = True  # version-compatible plans contain a runtime of their own
+        self._prepare(runtime)
         caches = {f"{'kv'[i % 2]}_cache_{i // 2}": cast(DeviceTensor, kv) for i, kv in enumerate(self._flat_kv)}
         stripped = (folder / WEIGHTS).is_file()
         weights = load_file(folder / WEIGHTS) if stripped else {}
@@ -140,6 +144,11 @@ class TensorRTExecutable(CompiledExecutable):
         self._runtime = runtime  # must live as long as the engines
         self._plans = list(found.values())
         return {graph: plan.run for graph, plan in found.items()}
+
+    def _prepare(self, runtime: Any) -> None:
+        """Set up a runtime before it reads plans."""
+        if "tensorrt" not in self.compiled.made_for:
+            runtime.engine_host_code_allowed = True  # version-compatible plans contain a runtime of their own
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Run a step. Logits are copied to the host, and returned, only for a batch with constraints."""

@@ -18,10 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 
-from trtspec.backends.onnx.export import DOMAIN
+from trtspec.backends.onnx.export import DOMAIN, given_inputs
 from trtspec.backends.tensorrt.native import NativeAttention
 from trtspec.backends.tensorrt.ops import write_node
 from trtspec.backends.tensorrt.writer import Writer
@@ -85,12 +84,6 @@ def _output(w: Writer, value: ir.Value) -> None:
         tensor = w.out(w.network.add_identity(tensor))
     tensor.name = str(value.name)
     w.network.mark_output(tensor)
-
-
-def given_inputs(node: ir.Node) -> dict[str, ir.Value]:
-    """Return the inputs that a node of domain `trtspec` has, by their names in trtspec.ops."""
-    names = [parameter.name for parameter in onnx.defs.get_schema(node.op_type, domain=DOMAIN).inputs]
-    return {name: value for name, value in zip(names, node.inputs, strict=False) if value is not None}
 
 
 def chained(node: ir.Node) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from trtspec.backends.tensorrt.bits import BITS
 from trtspec.backends.tensorrt.writer import Size, Writer
 from trtspec.errors import UnsupportedError
 
@@ -92,7 +93,10 @@ def _where(w: Writer, node: ir.Node) -> list[Any]:
 
 
 def _cast(w: Writer, node: ir.Node) -> list[Any]:
-    return [w.cast(w.get(node.inputs[0]), w.dtype(ir.DataType(_number(node, "to"))))]
+    x, to = w.get(node.inputs[0]), ir.DataType(_number(node, "to"))
+    if to == ir.DataType.UINT64 and x.dtype == w.trt.DataType.INT64:
+        return [x]  # the same bits, see bits.py
+    return [w.cast(x, w.dtype(to))]
 
 
 def _cast_like(w: Writer, node: ir.Node) -> list[Any]:
@@ -297,6 +301,17 @@ def _gather_mode(mode: str, w: Writer, node: ir.Node) -> list[Any]:
     return [out]
 
 
+def _scatter_elements(w: Writer, node: ir.Node) -> list[Any]:
+    """Write ScatterElements, which sets elements. Those that it sets twice must get the same number."""
+    if "reduction" in node.attributes and node.attributes["reduction"].as_string() != "none":
+        raise UnsupportedError(f"TensorRT: node {w.node!r} adds up what it scatters; please report this")
+    x, indices, updates = (w.get(value) for value in node.inputs)
+    layer = w.network.add_scatter(x, indices, updates, w.trt.ScatterMode.ELEMENT)
+    out = w.out(layer)
+    layer.axis = _axis(_number(node, "axis"), len(x.shape))
+    return [out]
+
+
 # --- linears
 
 
@@ -337,16 +352,18 @@ OPS: dict[str, Op] = {
     **{
         name: partial(_binary, operation)
         for name, operation in {
-            "Add": "SUM", "Sub": "SUB", "Mul": "PROD", "Div": "DIV", "Pow": "POW", "And": "AND", "Less": "LESS",
-            "Greater": "GREATER",
+            "Add": "SUM", "Sub": "SUB", "Mul": "PROD", "Div": "DIV", "Pow": "POW", "And": "AND", "Or": "OR",
+            "Less": "LESS", "Greater": "GREATER", "Max": "MAX", "Min": "MIN",
         }.items()
     },
     **{
         name: partial(_unary, operation)
         for name, operation in {
-            "Exp": "EXP", "Neg": "NEG", "Reciprocal": "RECIP", "Sqrt": "SQRT",
+            "Exp": "EXP", "IsNaN": "ISNAN", "Log": "LOG", "Neg": "NEG", "Not": "NOT", "Reciprocal": "RECIP",
+            "Sqrt": "SQRT",
         }.items()
     },
+    **BITS,
     "Cast": _cast,
     "CastLike": _cast_like,
     "Clip": _clip,
@@ -367,9 +384,12 @@ OPS: dict[str, Op] = {
     "Mod": _mod,
     "Pad": _pad,
     "Range": _range,
+    "ReduceMax": partial(_reduce, "MAX"),
     "ReduceMean": partial(_reduce, "AVG"),
+    "ReduceMin": partial(_reduce, "MIN"),
     "ReduceSum": partial(_reduce, "SUM"),
     "Reshape": _reshape,
+    "ScatterElements": _scatter_elements,
     "Shape": _shape,
     "Slice": _slice,
     "Split": _split,

@@ -7,7 +7,7 @@ its kernels are picked for max_batch_size requests of K + 1 rows.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtspec.backends.graph_io import INPUTS, SLOT_ROWS
 from trtspec.backends.sizes import Sizes
@@ -22,20 +22,24 @@ MAX_BIASES = 1024
 
 ATTENTIONS = ("plugin", "native")
 HARDWARE = ("none", "ampere_plus", "same_compute_capability")
+ARCHITECTURES = (75, 80, 86, 89, 120, 121)
+"""Architectures for which TensorRT-RTX 1.7 builds: 89 is SM89."""
+USUAL_ARCHITECTURES = (86, 89, 120)
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRTOptions:
-    """Options of `trtspec build --backend tensorrt` in addition to EngineConfig.
+    """Options of `trtspec build --backend tensorrt`, or tensorrt_rtx, in addition to EngineConfig.
 
     Options that trtllm-build also has carry its names. ConfigError for invalid values, UnsupportedError for several
     workers.
 
     opt_num_tokens: rows for which the mixed profile is tuned; None = half of max_num_tokens. workers: number of ranks
     built at a time; an engine has one rank. attention: "plugin" for our plugin over the paged cache, or "native" for
-    TensorRT's own attention over a linear cache (native.py).
+    TensorRT's own attention over a linear cache (native.py). sm: architectures for which tensorrt_rtx builds; () =
+    USUAL_ARCHITECTURES.
     """
 
     opt_num_tokens: int | None = None
@@ -48,6 +52,7 @@ class TensorRTOptions:
     strip_plan: bool = False
     version_compatible: bool = False
     hardware_compatibility: str = "none"
+    sm: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, allowed in (("attention", ATTENTIONS), ("hardware_compatibility", HARDWARE)):
@@ -57,8 +62,25 @@ class TensorRTOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value} must be 1 or more")
+        if strange := [one for one in self.sm if one not in ARCHITECTURES]:
+            raise ConfigError(f"sm = {strange[0]}; TensorRT-RTX builds for {', '.join(map(str, ARCHITECTURES))}")
         if self.workers > 1:
             raise UnsupportedError(f"workers = {self.workers}: engines of several ranks are not built; use workers = 1")
+
+    def without_plugins(self) -> TensorRTOptions:
+        """Return the options of a plan of TensorRT-RTX. UnsupportedError for options that its builder does not take."""
+        reasons = {
+            "refit": "TensorRT-RTX 1.7 builds no such plan without a GPU",
+            "strip_plan": "TensorRT-RTX 1.7 builds no such plan without a GPU",
+            "version_compatible": "TensorRT-RTX 1.7 comes without the library that such plans need",
+            "weight_streaming": "no test has tried it with TensorRT-RTX",
+        }
+        for name, reason in reasons.items():
+            if getattr(self, name):
+                raise UnsupportedError(f"{name} with backend tensorrt_rtx: {reason}; leave it out")
+        if self.hardware_compatibility != "none":
+            raise UnsupportedError("hardware_compatibility with backend tensorrt_rtx: name the architectures, as sm")
+        return replace(self, attention="native", sm=self.sm or USUAL_ARCHITECTURES)
 
     @property
     def native(self) -> bool:

@@ -7,6 +7,7 @@ ops.py maps ONNX operators to layers.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ import torch
 
 from trtspec.backends.onnx.export import OWN
 from trtspec.errors import EngineError, UnsupportedError
+
+_NAMED = 64
+"""Most numbers of a constant that are part of its name, which TensorRT limits."""
 
 Size = Any
 """A size of a dimension: an int, or a [1] int64 tensor of the network."""
@@ -119,7 +123,8 @@ class Writer:
         kinds = {dtype: getattr(self.trt.DataType, _DTYPES[name]) for name, dtype in _NUMBERS.items()}
         self.kept.append(tensor)
         weights = self.trt.Weights(kinds[tensor.dtype], tensor.data_ptr(), tensor.numel())
-        name = f"constant_{str(tensor.dtype).removeprefix('torch.')}_{len(shape)}d_{tensor.tolist()}"
+        numbers = tensor.tolist() if tensor.numel() <= _NAMED else hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+        name = f"constant_{str(tensor.dtype).removeprefix('torch.')}_{len(shape)}d_{numbers}"
         return self.out(self.network.add_constant(shape, weights), name=name)
 
     def _constant_of(self, value: ir.Value, held: ir.TensorProtocol, shape: tuple[int, ...]) -> Any:
