@@ -317,6 +317,10 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     ),
     "no tensorrt": (["--backend", "tensorrt"], "TensorRT is missing"),
     "the cache of others": (["--num_kv_blocks", "99"], "--num_kv_blocks: for --backend tensorrt, tensorrt_rtx alone"),
+    "the plugin of others": (
+        ["--backend", "tensorrt_rtx", "--attention", "plugin"],
+        "--attention plugin: tensorrt_rtx has TensorRT's own attention alone; leave it out",
+    ),
     "options of tensorrt": (["--refit", "--workers", "2", "--dry_run"], "--workers, --refit: for --backend tensorrt"),
     "unknown attention": (["--backend", "tensorrt", "--attention", "flash", "--dry_run"], "plugin, native"),
     "no plan to write": (["--json", "plan.json"], "--json plan.json is for the plan that --dry_run makes"),

@@ -44,7 +44,10 @@ def _numbers(text: str) -> tuple[int, ...]:
 def tensorrt_options(namespace: argparse.Namespace) -> TensorRTOptions | None:
     """Return the given options; None for another backend, for which any given option raises ConfigError."""
     given = _given(namespace, [field.name for field in fields(TensorRTOptions)])
-    if BACKENDS[namespace.backend].profiles:
+    row = BACKENDS[namespace.backend]
+    if row.profiles:
+        if not row.plugins and given.get("attention") == "plugin":
+            raise ConfigError(f"--attention plugin: {row.name} has TensorRT's own attention alone; leave it out")
         return TensorRTOptions(**given)
     given |= cache_limits(namespace)
     if given:
