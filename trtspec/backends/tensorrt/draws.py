@@ -34,6 +34,7 @@ from trtspec.backends.onnx.sampling import (
 )
 
 WAYS, PASSES = 64, 5
+"""Thresholds that are tried at once, and how often."""
 
 
 def process_logits(absent: Collection[str] = ()) -> FunctionProto:
