@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import overload
 
 from torch import Tensor
 
@@ -15,11 +14,12 @@ from trtspec.engine.draft_chances import Offer
 from trtspec.engine.draft_length import DraftLength
 from trtspec.engine.guided_drafts import draft_source, follow_grammar
 from trtspec.engine.proposal_checks import checked_proposal
+from trtspec.engine.questions import ShownTokens, question_to_drafter
 from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.errors import DeviceError
-from trtspec.protocols import Drafter, DraftRequest, LearningDrafter
+from trtspec.protocols import Drafter, LearningDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class Proposer:
             self.states.forget(request)
         if self.drafter is not None:
             if self.learner is not None and request.speculates and request.num_output:
-                learn = partial(self.learner.learn, request.request_id, _Shown(request.tokens), request.prompt_len)
+                learn = partial(self.learner.learn, request.request_id, ShownTokens(request.tokens), request.prompt_len)
                 self._guarded(learn, request, "learn from", "drafts less of it")
             forget = partial(self.drafter.forget, request.request_id)
             self._guarded(forget, request, "forget", "may keep its memory")
@@ -260,7 +260,7 @@ class Proposer:
             return
         assert self.drafter is not None
         questions = tuple(
-            _question(request, length, depth if self.shapes_trees else None, self._unread(request))
+            question_to_drafter(request, length, depth if self.shapes_trees else None, self._unread(request))
             for request, length, depth in asked
         )
         try:
@@ -340,49 +340,6 @@ class Proposer:
             self.states.forget(request)
             return False
         return True
-
-
-class _Shown(Sequence[int]):
-    """A read-only view of a list of the engine.
-
-    A drafter that appended its drafts to a request's tokens would change the text. A copy for each step would take time
-    in proportion to the length of the text.
-    """
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: list[int]) -> None:
-        self._items = items
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return self._items[index]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._items)
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
-def _question(request: Request, length: int, depth: int | None, states: Tensor | None) -> DraftRequest:
-    return DraftRequest(
-        request_id=request.request_id,
-        tokens=_Shown(request.tokens),
-        max_draft_len=length,
-        sampling=request.sampling,
-        block_table=_Shown(request.kv.blocks),
-        draft_kv_len=request.kv.draft_kv_len,
-        hidden_states=states,
-        prompt_len=request.prompt_len,
-        max_depth=depth,
-    )
 
 
 def _offer(request: Request) -> Offer:
