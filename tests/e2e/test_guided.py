@@ -79,6 +79,7 @@ def speculation(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
         "eagle3": {"method": "eagle3", "model": str(head)},
         "static tree": {"method": "eagle3", "model": str(head), "speculative_token_tree": "[(0,), (1,), (0, 0)]"},
         "two engines": {"method": "eagle3", "model": str(head), "one_engine": False},
+        "looked up": {"method": "eagle3", "model": str(head), "sa_config": {"threshold": 2}},
         "grown tree": {
             "method": "eagle3",
             "model": str(head),
@@ -152,6 +153,8 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
         *((mode, K) for mode in ("grammar", "ngram", "trees", "draft", "eagle3") for K in (1, 3)),
         ("static tree", None),
         ("two engines", 3),
+        ("looked up", 3),
+        ("looked up", "auto"),
         ("grammar", "auto"),
         ("eagle3", "auto"),
         ("draft", "auto"),

@@ -42,6 +42,7 @@ AT_RUN_TIME: dict[str, Any] = {
     "method": "eagle",
     "model": "/elsewhere",  # its files have a digest of their own
     "max_model_len": 77,
+    "sa_threshold": 4,
     "enforce_eager": True,
     "disable_logprobs": True,
     "draft_tensor_parallel_size": 2,

@@ -123,6 +123,7 @@ FIELDS: dict[str, tuple[dict[str, Any], Any]] = {
     "rejection_sample_method": (DRAFTED, "block"),
     "synthetic_acceptance_rates": ({**DRAFTED, **SYNTHETIC}, [0.9, 0.5, 0.1]),
     "synthetic_acceptance_length": ({**DRAFTED, **SYNTHETIC}, 2.5),
+    "sa_config": (EAGLE3, {"threshold": 3}),
     "draft_sample_method": (DRAFTED, "probabilistic"),
     "speculative_token_tree": (EAGLE3, TREE),
     "max_total_draft_tokens": ({**EAGLE3, "dynamic_tree_max_topK": 2}, 5),

@@ -86,6 +86,7 @@ OWN: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         optional={
             "one_engine": st.booleans(),
             "capture_layers": st.lists(st.integers(-1, 11), min_size=1, max_size=4),
+            "sa_config": st.fixed_dictionaries({}, optional={"threshold": st.integers(1, 9)}),
             "quantization": st.just("int4"),
         },
     ),
@@ -143,7 +144,8 @@ def differences(before: SpeculationPlan, after: SpeculationPlan) -> set[str]:
 def explained(lines: dict[str, str]) -> set[str]:
     """Fields that the warnings allow to change."""
     unwritten_gate = any(field in lines and "not written" in lines[field] for field in GATES)
-    return {*lines, *(["draft_len"] if unwritten_gate else [])}
+    lookups = ["sa_threshold"] if "sa_config" in lines else []
+    return {*lines, *lookups, *(["draft_len"] if unwritten_gate else [])}
 
 
 @given(configs(*OWN), st.sampled_from([None, HEAD]))

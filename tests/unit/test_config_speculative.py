@@ -39,7 +39,7 @@ def test_defaults() -> None:
                 "enforce_eager draft_tensor_parallel_size max_model_len disable_by_batch_size draft_len_schedule "
                 "num_speculative_tokens_per_batch_size max_concurrency acceptance_window "
                 "acceptance_length_threshold prompt_lookup_min prompt_lookup_max rejection_sample_method "
-                "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method is_public_pool "
+                "synthetic_acceptance_rates synthetic_acceptance_length draft_sample_method is_public_pool sa_config "
                 "speculative_token_tree capture_layers output_directory drafter draft_confidence_threshold "
                 "max_total_draft_tokens dynamic_tree_max_topK"
             )

@@ -59,6 +59,7 @@ OWN: dict[type[DecodingBaseConfig], dict[str, Any]] = {
         "dynamic_tree_max_topK": None,
         "num_eagle_layers": None,
         "max_non_leaves_per_layer": None,
+        "sa_config": None,
     },
     MTPDecodingConfig: {
         "use_relaxed_acceptance_for_thinking": False,
@@ -69,6 +70,7 @@ OWN: dict[type[DecodingBaseConfig], dict[str, Any]] = {
         "num_nextn_predict_layers": None,
         "begin_thinking_phase_token": 128798,
         "end_thinking_phase_token": 128799,
+        "sa_config": None,
     },
     NGramDecodingConfig: {
         "max_matching_ngram_size": 2,
@@ -87,7 +89,7 @@ OWN: dict[type[DecodingBaseConfig], dict[str, Any]] = {
     },
     MedusaDecodingConfig: {"medusa_choices": None, "num_medusa_heads": None},
     SADecodingConfig: {"max_matching_ngram_size": -1, "enable_global_pool": False, "global_pool_size": None},
-    PARDDecodingConfig: {"mask_token_id": None, "target_layer_ids": None},
+    PARDDecodingConfig: {"mask_token_id": None, "target_layer_ids": None, "sa_config": None},
     DFlashDecodingConfig: {"mask_token_id": None, "target_layer_ids": None},
     DSparkDecodingConfig: {"mask_token_id": None, "target_layer_ids": None},
 }

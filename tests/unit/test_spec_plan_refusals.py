@@ -39,6 +39,7 @@ SYNTHETIC: dict[str, Any] = {"rejection_sample_method": "synthetic"}
         ({**NGRAM, "capture_layers": (1,)}, r"capture_layers=\(1,\) means nothing to method='ngram'; remove it"),
         ({**NGRAM, "drafter": "m:C"}, r"drafter='m:C' means nothing to method='ngram'; remove it"),
         ({**NGRAM, "quantization": "int8"}, r"quantization='int8' means nothing to method='ngram'; remove it"),
+        ({**NGRAM, "sa_config": {}}, r"sa_config=.* means nothing to method='ngram'; remove it"),
         ({**NGRAM, "vanilla": True}, r"vanilla=True means nothing to method='ngram'; remove it"),
         ({**NGRAM, "one_engine": True}, r"one_engine=True, .*method='ngram'; use one_engine=False"),
         (
@@ -196,6 +197,11 @@ def test_refused_against_target_or_draft(
             {**NGRAM, "model": None, "speculative_token_tree": TREE},
             r"speculative_token_tree='\[\(0,\),.* a draft tree, which mode=NGRAM does not take yet; use one of",
         ),
+        (
+            {"sa_config": {"enable_global_pool": True}},
+            r"sa_config\.enable_global_pool=True: lookups in the texts of other requests are not built",
+        ),
+        ({"speculative_token_tree": TREE, "sa_config": {}}, "sa_config with a draft tree, .* is not built yet; leave"),
         (
             {"speculative_token_tree": TREE, "use_heterogeneous_vocab": True},
             r"use_heterogeneous_vocab=True with a draft tree, spec.*_token_tree=.* not built yet; leave the tree unset",

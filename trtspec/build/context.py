@@ -147,6 +147,10 @@ class BuildContext:
         return self.config.quantization, None if self.spec_plan is None else self.spec_plan.quantization
 
 
+AT_LOAD = frozenset({"sa_config"})
+"""Fields of speculative_config that may differ from those that an engine folder was built with."""
+
+
 def plan_context(
     model: str | Path | EngineFolder,
     speculative: SpeculativeConfig | None,
@@ -162,10 +166,13 @@ def plan_context(
     built = model if isinstance(model, EngineFolder) else None
     own = None if built is None else built.speculative_config()
     if built is not None and own is not None and speculative is not None:
-        raise ConfigError(
-            f"engine {built.path} was built with its own speculation; leave speculative_config unset, or build "
-            "another engine"
-        )
+        changed = speculative.model_fields_set
+        if not changed <= AT_LOAD:
+            raise ConfigError(
+                f"engine {built.path} was built with its own speculation; set nothing in speculative_config but "
+                f"{', '.join(sorted(AT_LOAD))}, or build another engine"
+            )
+        own = own.model_copy(update={name: getattr(speculative, name) for name in changed})
     asked = own or speculative
     target = read_target(built.path / "target" if built is not None else cast("str | Path", model))
     max_seq_len = config.max_seq_len or target.max_seq_len

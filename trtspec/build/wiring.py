@@ -38,6 +38,7 @@ from trtspec.kv.reuse import PrefixReuse
 from trtspec.methods.drafter import BuildDrafter, DraftModel
 from trtspec.methods.hidden_states.options import HiddenStatesOptions
 from trtspec.methods.hidden_states.shards import ShardMetadata
+from trtspec.methods.ngram.repeats import RepeatDrafter
 from trtspec.methods.table import method_of
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
@@ -118,7 +119,8 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
         allocator, config.max_batch_size, config.max_num_tokens, ahead, reuse, reads, provisional, branches
     )
     # Where the host drafts, or a collector reads states, between two steps, the next one must wait.
-    alone = (not N or mode.use_one_engine()) and collector is None
+    looks_up = spec_plan is not None and spec_plan.sa_threshold is not None
+    alone = (not N or (mode.use_one_engine() and not looks_up)) and collector is None
     overlaps = gpu is not None and alone and not config.disable_overlap_scheduler
     if overlaps and spec_plan is not None and spec_plan.draft_confidence_threshold is not None:
         logger.warning(
@@ -136,6 +138,8 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     )
     scheduler.wants_draft_kv = loop.proposer.wants_draft_kv
     loop.proposer.learner = drafter if isinstance(drafter, LearningDrafter) else None
+    if spec_plan is not None and spec_plan.sa_threshold is not None:
+        loop.proposer.lookups = RepeatDrafter(spec_plan.sa_threshold)
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
         measured = _step_costs(context, loaded[0], drafter, num_blocks, forced)

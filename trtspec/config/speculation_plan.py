@@ -61,6 +61,7 @@ class SpeculationPlan:
     draft_tensor_parallel_size: int
     speculative_token_tree: tuple[tuple[int, ...], ...]  # paths; those of a chain of K if none was given
     dynamic_tree: DynamicTree | None = None  # limits of trees that each step shapes; None: the shape is fixed
+    sa_threshold: int | None = None  # shortest match, in tokens, whose drafts replace the method's own; None: none do
     draft_sample_method: str | None  # None: drawn with the target's noise; "greedy": arg-max
     draft_confidence_threshold: float | None  # drafts less likely to be accepted are not verified; None: all are
     capture_layers: tuple[int, ...]  # "after layer i"; empty if nothing is captured

@@ -103,6 +103,17 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
         raise ConfigError(f"synthetic_acceptance_length={length} exceeds K+1; use a value in [1, {k + 1}]")
 
 
+class SAEnhancerConfig(StrictConfig):
+    """Lookups next to draft layers or a draft model, as TensorRT-LLM's config of this name describes them.
+
+    Where the last `threshold` tokens of a request or more occurred earlier in its text, the tokens that followed there
+    are its drafts, instead of those of the draft layers.
+    """
+
+    threshold: int = Field(default=4, ge=1, description="tokens of the shortest match from which is drafted")
+    enable_global_pool: bool = Field(default=False, description="also look in the texts of other requests")
+
+
 class SpeculativeConfig(StrictConfig):
     """The settings of speculation. All are optional except those that `method` needs.
 
@@ -167,6 +178,12 @@ class SpeculativeConfig(StrictConfig):
     )
     suffix_decoding_max_spec_factor: Annotated[float, Field(ge=0.0, allow_inf_nan=False)] = 1.0
     suffix_decoding_min_token_prob: Unit = 0.1
+
+    sa_config: SAEnhancerConfig | None = Field(
+        default=None,
+        description="{'threshold': 4}: drafts are looked up where a request's text repeats itself; None: the draft "
+        "layers or the draft model make them all",
+    )
 
     # acceptance and drafting; draft_sample_method None draws drafts with the target's noise, so most are accepted
     rejection_sample_method: (

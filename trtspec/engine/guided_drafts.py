@@ -29,9 +29,7 @@ def follow_grammar(request: Request, tree: Tree | None, most: int, depth: int) -
     elif not allowed:
         _fill_line(request, parents, min(most, depth))
     request.num_own_drafts, request.is_cut = len(allowed), len(allowed) < len(old)
-    same = next((j for j, pair in enumerate(zip(old, request.drafts, strict=False)) if pair[0] != pair[1]), len(old))
-    # the draft KV of drafts that others replace is not that of the text
-    request.kv.draft_kv_len = min(request.kv.draft_kv_len, len(request.tokens) + same)
+    request.drop_draft_kv(old)
 
 
 def _extend_line(request: Request, most: int, depth: int) -> None:
@@ -70,23 +68,24 @@ def _line(parents: Sequence[int], count: int) -> list[int]:
 
 
 def draft_source(request: Request) -> int:
-    """Key of what most of the next drafts come from, for DraftLength: ~id = the request's guide, id = the drafter.
+    """Key of what most of the next drafts come from, for DraftLength: id = the drafter, ~id = another source.
 
-    Drafts of guides are accepted at other rates, so they are counted apart.
+    Drafts of guides, and those that replace a model's, are accepted at other rates, so they are counted apart.
     """
     led = request.guide is not None and 2 * request.num_own_drafts < len(request.drafts)
-    return ~request.request_id if led else request.request_id
+    return ~request.request_id if led or request.looked_up else request.request_id
 
 
 def outcomes_of(request: Request, verified: int, accepted: int) -> list[Outcome]:
     """Outcomes of a request's drafts in a step, by source. The first forbidden draft counts as rejected."""
     if request.guide is None:
-        return [Outcome(request.request_id, verified, accepted)] if verified else []
+        return [Outcome(draft_source(request), verified, accepted)] if verified else []
     own = min(request.num_own_drafts, verified)
     rejected = request.is_cut and own == request.num_own_drafts
     found = []
     if own or rejected:
-        found.append(Outcome(request.request_id, own + rejected, min(accepted, own)))
+        source = ~request.request_id if request.looked_up else request.request_id
+        found.append(Outcome(source, own + rejected, min(accepted, own)))
     if verified > own and accepted >= own:
         found.append(Outcome(~request.request_id, verified - own, accepted - own))
     return found

@@ -42,6 +42,7 @@ class Proposer:
         self.vocab_size = vocab_size
         self.states = states  # of rows that the drafter has not read yet; None: it reads no states
         self.learner: LearningDrafter | None = None  # the drafter, if it keeps the text of ended requests
+        self.lookups: Drafter | None = None  # where it has drafts, they replace a model's
         self.chooser: DraftLength | None = None  # chooses how many drafts a step has; None: K, as the plan says
         self._chosen: int | None = None  # number of drafts that was chosen for the next launch; None: not yet
         self.num_failures = 0
@@ -89,7 +90,11 @@ class Proposer:
 
     def asks(self, requests: Sequence[Request], scheduler: Scheduler) -> bool:
         """Whether any of the running requests wants the drafter's drafts for the next launch."""
-        if self.drafter is None or not self.draft_len(scheduler):
+        if not self.draft_len(scheduler):
+            return False
+        if self.lookups is not None:
+            return True
+        if self.drafter is None:
             return False
         if self.chooser is None or not self.chooser.looks_up:
             return True
@@ -136,6 +141,7 @@ class Proposer:
                     request.drafts = []
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
+        self._look_up([(one, most) for one, most in zip(requests, allowed, strict=True) if most > 0 and one.speculates])
         for request, length, depth in zip(requests, allowed, depths, strict=True):
             request.num_own_drafts, request.is_cut = len(request.drafts), False
             if request.follows_grammar and length > 0 and request.speculates:
@@ -184,6 +190,8 @@ class Proposer:
             self.chooser.forget(request.request_id)
         if self.states is not None:
             self.states.forget(request)
+        if self.lookups is not None:
+            self.lookups.forget(request.request_id)
         if self.drafter is not None:
             if self.learner is not None and request.speculates and request.num_output:
                 learn = partial(self.learner.learn, request.request_id, ShownTokens(request.tokens), request.prompt_len)
@@ -284,6 +292,18 @@ class Proposer:
             request.kv.draft_kv_len = kv_len
             if self.states is not None:
                 self.states.drop(request, kv_len)
+
+    def _look_up(self, asked: Sequence[tuple[Request, int]]) -> None:
+        """Replace the drafts of requests whose text repeats itself. asked: each with the most drafts it can verify."""
+        if self.lookups is None or not asked:
+            return
+        questions = [question_to_drafter(request, most) for request, most in asked]
+        found = self.lookups.propose(questions)
+        for (request, _), row, count in zip(asked, found.draft_tokens.tolist(), found.draft_lens.tolist(), strict=True):
+            request.looked_up = count > 0
+            if count:
+                made, request.drafts = request.drafts, row[:count]
+                request.drop_draft_kv(made)
 
     def _follow_grammar(self, request: Request, length: int, depth: int) -> None:
         assert self.speculation is not None

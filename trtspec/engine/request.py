@@ -41,6 +41,7 @@ class Request:
     draft_parents: Sequence[int] = ()
     draft_scores: Sequence[float] = ()  # of the drafts as they were made (Proposal.draft_scores); () = not known
     num_own_drafts: int = 0  # of a guided request: the first drafts are a drafter's, the others its guide's
+    looked_up: bool = False  # its drafts were looked up, though draft layers or a draft model made others
     is_cut: bool = False  # the drafter's next draft was forbidden
     pending_drafts: int = 0  # drafts that the newest step in flight makes for the next one
     max_draft_len: int = sys.maxsize  # the request's own limit of drafts per step; K is another
@@ -123,6 +124,11 @@ class Request:
             self.tokens.append(token)
             if self._ends_with(token):
                 break
+
+    def drop_draft_kv(self, made: Sequence[int]) -> None:
+        """Drop the draft KV of drafts that were `made`, from the first that `drafts` does not have."""
+        same = next((j for j, pair in enumerate(zip(made, self.drafts, strict=False)) if pair[0] != pair[1]), len(made))
+        self.kv.draft_kv_len = min(self.kv.draft_kv_len, len(self.tokens) + same)
 
     def keep_drafts(self, nodes: Sequence[int]) -> None:
         """Keep these nodes of a tree of drafts, in ascending order. Their parents are among them."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from trtspec.config.base import JsonKey, StrictConfig, one_of, refuse_unbuilt, text_of_path
-from trtspec.config.speculative import SpeculativeConfig
+from trtspec.config.speculative import SAEnhancerConfig, SpeculativeConfig
 from trtspec.errors import ConfigError, UnsupportedError
 from trtspec.interop.decoding_fields import Choices, Layers, LayerSet, tree_fields
 from trtspec.modes import METHODS
@@ -118,6 +118,7 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
     dynamic_tree_max_topK: int | None = Field(default=None, ge=1, description="1 is a chain")
     num_eagle_layers: int | None = Field(default=None, ge=1)
     max_non_leaves_per_layer: int | None = Field(default=None, ge=1)
+    sa_config: SAEnhancerConfig | None = None
 
     @model_validator(mode="after")
     def _tree_fits(self) -> Eagle3DecodingConfig:
@@ -132,7 +133,11 @@ class Eagle3DecodingConfig(DecodingBaseConfig):
         return self
 
     def _own_fields(self) -> dict[str, Any]:
-        own = {"one_engine": self.eagle3_one_model, "capture_layers": self.eagle3_layers_to_capture}
+        own = {
+            "one_engine": self.eagle3_one_model,
+            "capture_layers": self.eagle3_layers_to_capture,
+            "sa_config": self.sa_config,
+        }
         if not self.use_dynamic_tree:
             if self.dynamic_tree_max_topK not in (None, 1):
                 raise ConfigError(
@@ -181,6 +186,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
     num_nextn_predict_layers: int | None = Field(default=None, ge=1)
     begin_thinking_phase_token: int = 128798
     end_thinking_phase_token: int = 128799
+    sa_config: SAEnhancerConfig | None = None
 
     @property
     def _num_nodes(self) -> int | None:
@@ -194,6 +200,7 @@ class MTPDecodingConfig(DecodingBaseConfig):
             "one_engine": self.use_mtp_vanilla or self.mtp_eagle_one_model,  # vanilla exists only as one engine
             "vanilla": self.use_mtp_vanilla,
             "num_speculative_tokens": k or layers,
+            "sa_config": self.sa_config,
         }
 
 
@@ -326,8 +333,10 @@ class PARDDecodingConfig(_ParallelDecodingConfig):
         "target_layer_ids": "leave it unset: PARD reads tokens alone",
     }
 
+    sa_config: SAEnhancerConfig | None = None
+
     def _own_fields(self) -> dict[str, Any]:
-        return {"parallel_drafting": True}
+        return {"parallel_drafting": True, "sa_config": self.sa_config}
 
 
 class DFlashDecodingConfig(_ParallelDecodingConfig):

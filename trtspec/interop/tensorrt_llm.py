@@ -59,6 +59,7 @@ def to_tensorrt_llm(
     if not fields.has_both_engines():
         fields.read("one_engine")  # there was nothing to choose
     settings.update(_tree(fields, k))
+    settings.update(_lookups(fields, settings["decoding_type"]))
     settings.update(_acceptance(fields))
     _warn_of_draft_model(fields)
     return settings, fields.close(SERVER)
@@ -225,6 +226,16 @@ def _tree(fields: FieldMapper, k: int | None) -> dict[str, Any]:
         return {}
     fields.warn("speculative_token_tree", "static trees are deprecated in TensorRT-LLM: later versions refuse them")
     return {"max_total_draft_tokens": len(paths), "eagle_choices": [list(path) for path in paths]}
+
+
+def _lookups(fields: FieldMapper, decoding_type: str) -> dict[str, Any]:
+    lookups = fields.read("sa_config")
+    if lookups is None:
+        return {}
+    if decoding_type not in ("Eagle3", "MTP", "PARD"):
+        fields.warn("sa_config", "not written: TensorRT-LLM has it for Eagle3, MTP and PARD")
+        return {}
+    return {"sa_config": lookups.model_dump()}
 
 
 def _acceptance(fields: FieldMapper) -> dict[str, Any]:

@@ -73,6 +73,8 @@ def check_tree(config: SpeculativeConfig, spec_plan: SpeculationPlan) -> None:
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with a draft tree, {text}, is "
             "not built yet; leave one of them unset"
         )
+    if config.sa_config is not None:
+        raise UnsupportedError(f"sa_config with a draft tree, {text}, is not built yet; leave one of them unset")
     if config.use_heterogeneous_vocab:
         raise UnsupportedError(
             f"use_heterogeneous_vocab=True with a draft tree, {text}, is not built yet; leave the tree unset"

@@ -125,6 +125,11 @@ def plan_speculation(
             f"draft_confidence_threshold={spec_plan.draft_confidence_threshold} with {config.choosing_settings} is not "
             f"built yet; leave draft_confidence_threshold unset, or {config.fixing_advice}"
         )
+    if config.sa_config is not None and config.sa_config.enable_global_pool:
+        raise UnsupportedError(
+            "sa_config.enable_global_pool=True: lookups in the texts of other requests are not built next to draft "
+            "layers; leave it False, or use method='suffix'"
+        )
     if spec_plan.tree is not None:
         check_tree(config, spec_plan)
     return spec_plan
@@ -188,6 +193,7 @@ def plan_unchecked(config: SpeculativeConfig, target: TargetInfo, draft: DraftIn
         draft_tensor_parallel_size=_draft_tp(config, row, target),
         speculative_token_tree=plan_tree(config, k),
         dynamic_tree=plan_dynamic_tree(config, k, mode),
+        sa_threshold=None if config.sa_config is None else config.sa_config.threshold,
         draft_sample_method=config.draft_sample_method,
         draft_confidence_threshold=config.draft_confidence_threshold,
         capture_layers=capture,
