@@ -123,7 +123,9 @@ class Contest:
         found = [self._own("plain", 0, format)]
         found += [self._own(method, K, format) for method, K in product(("ngram", "suffix"), own_ks)]
         for head_format in head_formats:
-            found += [self._own("eagle3", K, format, head_format) for K in own_ks]
+            found += [
+                self._own(method, K, format, head_format) for method, K in product(("eagle3", "combined"), own_ks)
+            ]
             found += [
                 self._own("eagle3", K, format, head_format, threshold=least)
                 for K, least in product(ks, self.thresholds)
@@ -149,7 +151,7 @@ class Contest:
         own = speculation_of(method, K, head_format, schedule, threshold)
         values = "" if method == "plain" else f"K={K}" if schedule is None else by_batch(schedule)
         values += "" if threshold is None else f", threshold {threshold:g}"
-        values += f", head {head_format}" if method == "eagle3" and head_format != format else ""
+        values += f", head {head_format}" if method in ("eagle3", "combined") and head_format != format else ""
         request = {"engine": str(engine), "lookup": lookup, "speculation": own}
         weights = engine / "target" / "weights.safetensors"
         return Entry("trtspec", NAMES[method], values, "in_trtspec", format, request, weights)

@@ -266,7 +266,7 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("section", choices=("acceptance", "speed", "peers"))
     parser.add_argument(
-        "--methods", nargs="+", choices=("ngram", "suffix", "eagle3"), default=("eagle3", "ngram", "suffix")
+        "--methods", nargs="+", choices=("ngram", "suffix", "eagle3", "combined"), default=("eagle3", "ngram", "suffix")
     )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--temperatures", nargs="+", type=float, default=(0.0, 0.8))

@@ -14,10 +14,14 @@ from examples.smollm2.__main__ import HEAD, model_folder
 from trtspec import LLM, SamplingParams
 from trtspec.outputs import SpeculationStats
 
-METHODS = ("plain", "ngram", "suffix", "eagle3", "rows", "two-engine")
-"""rows: K wrong drafts, which cost nothing to make. two-engine: EAGLE3 with the head in an engine of its own."""
+METHODS = ("plain", "ngram", "suffix", "eagle3", "combined", "rows", "two-engine")
+"""combined: EAGLE3 with lookups where the text repeats itself. rows: K wrong drafts, which cost nothing to make.
 
-NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3"}
+two-engine: EAGLE3 with the head in an engine of its own.
+"""
+
+WITH_HEAD = ("eagle3", "combined", "two-engine")
+NAMES = {"plain": "plain", "ngram": "n-gram", "suffix": "suffix", "eagle3": "EAGLE3", "combined": "EAGLE3 + lookups"}
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,9 @@ def speculation_of(
         config |= {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     elif method == "suffix":  # prompts repeat here, and earlier answers would be the same
         config |= {"suffix_decoding_max_cached_requests": 0}
-    elif method in ("eagle3", "two-engine"):
-        config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method == "eagle3"}
+    elif method in WITH_HEAD:
+        config |= {"method": "eagle3", "model": str(HEAD), "one_engine": method != "two-engine"}
+        config |= {"sa_config": {}} if method == "combined" else {}
         config |= {} if head_format == "bf16" else {"quantization": head_format}
         config |= {} if schedule is None else {"draft_len_schedule": schedule}
         config |= {} if threshold is None else {"draft_confidence_threshold": threshold}
@@ -80,7 +85,7 @@ def engine_of(
     """
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
     own = speculation_of(method, K, head_format, schedule, threshold)
-    in_graph = own if method in ("eagle3", "two-engine") else None
+    in_graph = own if method in WITH_HEAD else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
     name += "" if schedule is None else "-by-batch"
     name += "" if threshold is None else f"-over-{threshold:g}"
