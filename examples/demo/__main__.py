@@ -55,6 +55,7 @@ ASSISTANT_MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = 
     "ngram": ("n-gram", "assistant", ngram(ASSISTANT_K)),
     "suffix": ("suffix", "assistant", suffix(ASSISTANT_K)),
     "eagle3": ("EAGLE3", "assistant-eagle3"),
+    "eagle3+lookup": ("EAGLE3+lookup", "assistant-eagle3", {"sa_config": {}}),
 }
 QUESTIONS = (
     "Write a Python function that counts how often each word occurs in a file, and explain how it works.",
@@ -196,10 +197,10 @@ def _compiled(modes: list[Mode], stage: Stage) -> list[LLM]:
 
 def _op_by_op(modes: list[Mode]) -> list[LLM]:
     """Return an engine for each mode that runs its checkpoint op by op."""
-    configs = [mode.speculative_config or speculation_of(mode.engine) for mode in modes]
+    settings = [{**(speculation_of(mode.engine) or {}), **(mode.speculative_config or {})} for mode in modes]
     return [
-        LLM(target_of(mode.engine), config, backend="eager", max_batch_size=1)
-        for mode, config in zip(modes, configs, strict=True)
+        LLM(target_of(mode.engine), config or None, backend="eager", max_batch_size=1)
+        for mode, config in zip(modes, settings, strict=True)
     ]
 
 
