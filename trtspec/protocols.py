@@ -84,3 +84,15 @@ class LearningDrafter(Drafter, Protocol):
         `propose` does not get the tokens of the last step, and a request that drafts seldom is seldom proposed for.
         """
         ...
+
+
+class Lookups(Protocol):
+    """A source of drafts that replace those of draft layers or a draft model, where it has any."""
+
+    def find(self, request_id: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Return at most `count` drafts after a request's `tokens`, its prompt and output. Changes no token."""
+        ...
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is kept of a request that has ended."""
+        ...

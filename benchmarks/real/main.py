@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.peers.notes import origin
 from benchmarks.real.contest import PEERS, Contest, Task, fastest, figures
-from benchmarks.real.ours import Own, Run, open_engine, run_queue, sampling
+from benchmarks.real.ours import WITH_HEAD, Own, Run, open_engine, run_queue, sampling
 from benchmarks.real.picture import draw
 from benchmarks.real.prompts import SETS, prompts_of
 from benchmarks.steps.engines import Workshop
@@ -112,9 +112,10 @@ def speed(
     """Measure cells: a cell is a format, a batch, a set of prompts and a temperature. Its engines take turns."""
     (K,) = args.k[:1]
     rows = []
-    wanted = [Own("plain"), Own("rows"), *(Own(method) for method in args.methods if method != "eagle3")]
-    for head in args.head_formats if "eagle3" in args.methods else ():
-        wanted += [Own("eagle3", head), Own("two-engine", head)]
+    with_head = [method for method in args.methods if method in WITH_HEAD]
+    wanted = [Own("plain"), Own("rows"), *(Own(method) for method in args.methods if method not in WITH_HEAD)]
+    for head in args.head_formats if with_head else ():
+        wanted += [*(Own(method, head) for method in with_head), Own("two-engine", head)]
     for format in args.formats:
         with ExitStack() as stack:
             engines = {own: stack.enter_context(open_engine(shop, own.method, K, format, own.head)) for own in wanted}
@@ -133,7 +134,7 @@ def speed(
     table = [[*heads, "t(head)/t(1)", "of what arithmetic allows", "MB a step"]]
     for row in rows:
         cells = [row["format"], str(row["batch"]), row["set"], f"{row['temperature']:g}", row["method"]]
-        cells[-1] += f", head {row['head_format']}" if row["method"] == "eagle3" else ""
+        cells[-1] += f", head {row['head_format']}" if row["method"] in WITH_HEAD else ""
         cells += [f"{row['tokens_per_second']:.0f}", f"{row['speed_up']:.2f}x", f"{row['acceptance_length']:.2f}"]
         allowed = "" if row["of_allowed"] is None else f"{row['of_allowed']:.2f}"
         cells += [f"{row['rows_cost']:.3f}", f"{row['head_cost']:.3f}", allowed, f"{row['bytes_per_step'] / 1e6:.0f}"]
@@ -229,7 +230,7 @@ def _figures(runs: dict[Own, list[Run]]) -> list[dict[str, Any]]:
         head_cost, of_allowed = 0.0, None
         length = runs[own][0].speculation.acceptance_length
         speed_up = median(lambda r, o=own: r[o].tokens_per_second / r[plain].tokens_per_second)
-        if own.method == "eagle3":
+        if own.method in WITH_HEAD:
             two_engine = Own("two-engine", own.head)
             head_cost = median(lambda r, o=two_engine: sum(r[o].launches[1:]) / r[o].steps / r[plain].step)
             of_allowed = speed_up / (length / (rows_cost + head_cost))

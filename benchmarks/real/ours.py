@@ -81,15 +81,19 @@ def engine_of(
 ) -> tuple[Path, dict[str, Any] | None]:
     """A compiled folder, built unless it is there, and the speculative_config to load it with.
 
-    Lookups run on the engine of plain decoding.
+    Lookups run on the engine of plain decoding, or of the head that they are combined with.
     """
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
     own = speculation_of(method, K, head_format, schedule, threshold)
+    at_load = None if method in WITH_HEAD else own
+    if method == "combined":  # the engine of EAGLE3 takes lookups when it starts
+        at_load, method = {"sa_config": {}}, "eagle3"
+        own = speculation_of(method, K, head_format, schedule, threshold)
     in_graph = own if method in WITH_HEAD else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
     name += "" if schedule is None else "-by-batch"
     name += "" if threshold is None else f"-over-{threshold:g}"
-    return shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised), None if in_graph else own
+    return shop.engine(name, model_folder(), in_graph, **LIMITS, **quantised), at_load
 
 
 def open_engine(shop: Workshop, method: str, K: int, format: str, head_format: str = "bf16") -> LLM:

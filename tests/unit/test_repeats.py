@@ -1,11 +1,10 @@
-"""RepeatDrafter: what followed the longest match, by an exhaustive search."""
+"""RepeatLookups: what followed the longest match, next to an exhaustive search."""
 
 from __future__ import annotations
 
 import random
 
-from tests.unit.drafting import question
-from trtspec.methods.ngram.repeats import LONGEST_MATCH, MOST_OCCURRENCES, IndexedText, RepeatDrafter
+from trtspec.methods.ngram.repeats import LONGEST_MATCH, MOST_OCCURRENCES, IndexedText, RepeatLookups
 
 
 def searched(tokens: list[int], n: int, count: int) -> list[int]:
@@ -46,11 +45,8 @@ def test_a_loop_is_drafted_past_the_end_of_the_text() -> None:
 
 
 def test_requests_have_texts_of_their_own() -> None:
-    drafter = RepeatDrafter(2)
+    lookups = RepeatLookups(2)
     texts = [[1, 2, 3, 1, 2], [1, 2, 4, 1, 2], [1, 2]]
-    found = drafter.propose([question(text, 3, request_id=i) for i, text in enumerate(texts)])
-    assert found.draft_lens.tolist() == [3, 3, 0]
-    assert found.draft_tokens[:2].tolist() == [[3, 1, 2], [4, 1, 2]]
-    drafter.forget(0)
-    found = drafter.propose([question([1, 2], 3, request_id=0)])
-    assert found.draft_lens.tolist() == [0], "a request that ended is forgotten"
+    assert [lookups.find(i, text, 3) for i, text in enumerate(texts)] == [[3, 1, 2], [4, 1, 2], []]
+    lookups.forget(0)
+    assert lookups.find(0, [1, 2], 3) == [], "a request that ended is forgotten"

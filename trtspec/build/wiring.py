@@ -38,7 +38,7 @@ from trtspec.kv.reuse import PrefixReuse
 from trtspec.methods.drafter import BuildDrafter, DraftModel
 from trtspec.methods.hidden_states.options import HiddenStatesOptions
 from trtspec.methods.hidden_states.shards import ShardMetadata
-from trtspec.methods.ngram.repeats import RepeatDrafter
+from trtspec.methods.ngram.repeats import RepeatLookups
 from trtspec.methods.table import method_of
 from trtspec.modes import SpeculativeDecodingMode
 from trtspec.ops import load_plugins
@@ -139,7 +139,7 @@ def _create_engine(start: Start, tokenizer: Tokenizer | None, progress: Progress
     scheduler.wants_draft_kv = loop.proposer.wants_draft_kv
     loop.proposer.learner = drafter if isinstance(drafter, LearningDrafter) else None
     if spec_plan is not None and spec_plan.sa_threshold is not None:
-        loop.proposer.lookups = RepeatDrafter(spec_plan.sa_threshold)
+        loop.proposer.lookups = RepeatLookups(spec_plan.sa_threshold)
     if spec_plan is not None and spec_plan.chooses_draft_len:
         progress("measuring steps")
         measured = _step_costs(context, loaded[0], drafter, num_blocks, forced)

@@ -9,7 +9,10 @@ LARGEST_UNIT = 1e100
 
 
 class Outcome(NamedTuple):
-    """A request's part of a step that verified drafts. source: its id, or ~id if its grammar made the drafts."""
+    """A request's part of a step that verified drafts.
+
+    source: its id; or ~id if its grammar made the drafts, or if they were looked up next to draft layers.
+    """
 
     source: int
     verified: int

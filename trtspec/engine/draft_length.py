@@ -52,8 +52,8 @@ class DraftLength:
         self._last_answer = False
         self._last_offers: tuple[list[Offer], int, list[int]] | None = None  # arguments and result of the last verify
         self._seen: Sequence[Offer] = ()  # the last offers, until there are outcomes
-        # what is expected of drafts that a drafter makes, and of those that grammars make
-        self._shared = {is_grammar: Counts(most, SHARED_DECAY) for is_grammar in (False, True)}
+        # what is expected of drafts that a drafter makes, and of those of grammars and of lookups next to a model
+        self._shared = {other: Counts(most, SHARED_DECAY) for other in (False, True)}
         self._scores = DraftScores()
         self._requests: dict[int, DraftHistory] = {}
 
@@ -128,11 +128,11 @@ class DraftLength:
             if one.expected and not seen:
                 self._scores.see_offer([*accumulate(one.expected, mul)])
             own = self._requests.get(~offer.source) if offer.source < 0 else None
-            if own is not None:  # its drafts come from its grammar this time
+            if own is not None:  # this time its drafts are not from its drafter
                 own.expected, own.scores = (), ()
         lengths = self._verify(known, batch)
         for i, (offer, (one, count)) in enumerate(zip(drafts, known, strict=True)):
-            if offer.source < 0 and not lengths[i]:  # there are no rests for grammars, as they draft now and then
+            if offer.source < 0 and not lengths[i]:  # there are no rests for these, as they draft now and then
                 one.skipped += 1
                 if one.skipped == FIRST_REST:
                     lengths[i] = count

@@ -19,7 +19,7 @@ from trtspec.engine.request import Request
 from trtspec.engine.row_states import RowStates
 from trtspec.engine.scheduler import Batch, Scheduler
 from trtspec.errors import DeviceError
-from trtspec.protocols import Drafter, LearningDrafter
+from trtspec.protocols import Drafter, LearningDrafter, Lookups
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Proposer:
         self.vocab_size = vocab_size
         self.states = states  # of rows that the drafter has not read yet; None: it reads no states
         self.learner: LearningDrafter | None = None  # the drafter, if it keeps the text of ended requests
-        self.lookups: Drafter | None = None  # where it has drafts, they replace a model's
+        self.lookups: Lookups | None = None  # where it has drafts, they replace a model's
         self.chooser: DraftLength | None = None  # chooses how many drafts a step has; None: K, as the plan says
         self._chosen: int | None = None  # number of drafts that was chosen for the next launch; None: not yet
         self.num_failures = 0
@@ -297,12 +297,11 @@ class Proposer:
         """Replace the drafts of requests whose text repeats itself. asked: each with the most drafts it can verify."""
         if self.lookups is None or not asked:
             return
-        questions = [question_to_drafter(request, most) for request, most in asked]
-        found = self.lookups.propose(questions)
-        for (request, _), row, count in zip(asked, found.draft_tokens.tolist(), found.draft_lens.tolist(), strict=True):
-            request.looked_up = count > 0
-            if count:
-                made, request.drafts = request.drafts, row[:count]
+        for request, most in asked:
+            found = self.lookups.find(request.request_id, request.tokens, most)
+            request.looked_up = bool(found)
+            if found:
+                made, request.drafts = request.drafts, found
                 request.drop_draft_kv(made)
 
     def _follow_grammar(self, request: Request, length: int, depth: int) -> None:

@@ -40,9 +40,7 @@ class ShownTokens(Sequence[int]):
         return repr(self._items)
 
 
-def question_to_drafter(
-    request: Request, length: int, depth: int | None = None, states: Tensor | None = None
-) -> DraftRequest:
+def question_to_drafter(request: Request, length: int, depth: int | None, states: Tensor | None) -> DraftRequest:
     """Return the question for at most `length` drafts of a request.
 
     depth: most tokens ahead, for trees. states: hidden states of the rows without draft KV, if the drafter reads them.

@@ -10,37 +10,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from trtspec.core import Proposal
-from trtspec.methods.history import proposal_of
-from trtspec.protocols import DraftRequest
-
 MOST_OCCURRENCES = 32
 """Number of occurrences that are compared: the latest ones. Only they count."""
 LONGEST_MATCH = 64
 """Tokens. Longer matches count as equal."""
 
 
-class RepeatDrafter:
-    """A drafter that drafts nothing unless the last `threshold` tokens occurred before. It does not draft trees."""
+class RepeatLookups:
+    """Drafts of each request where its last `threshold` tokens occurred before. protocols.Lookups has the contract."""
 
     def __init__(self, threshold: int) -> None:
         self.threshold = threshold
         self._texts: dict[int, IndexedText] = {}
 
-    def propose(self, requests: Sequence[DraftRequest]) -> Proposal:
-        """Return what was looked up for each request, in order: max_draft_len tokens or none."""
-        return proposal_of(requests, [self._lookup(request) for request in requests])
+    def find(self, request_id: int, tokens: Sequence[int], count: int) -> list[int]:
+        """Return `count` drafts or none. Only tokens that are new since the last call are copied."""
+        text = self._texts.get(request_id)
+        if text is None:
+            text = self._texts[request_id] = IndexedText(self.threshold)
+        text.extend(tokens[len(text.tokens) :])
+        return text.after_repeat(count)
 
     def forget(self, request_id: int) -> None:
         """Drop the copy of the request's tokens."""
         self._texts.pop(request_id, None)
-
-    def _lookup(self, request: DraftRequest) -> list[int]:
-        text = self._texts.get(request.request_id)
-        if text is None:
-            text = self._texts[request.request_id] = IndexedText(self.threshold)
-        text.extend(request.tokens[len(text.tokens) :])
-        return text.after_repeat(request.max_draft_len)
 
 
 class IndexedText:
