@@ -90,7 +90,7 @@ class Lookups(Protocol):
     """A source of drafts that replace those of draft layers or a draft model, where it has any."""
 
     def find(self, request_id: int, tokens: Sequence[int], count: int) -> list[int]:
-        """Return at most `count` drafts after a request's `tokens`, its prompt and output. Changes no token."""
+        """Return at most `count` drafts after a request's `tokens`, its prompt and output, which it must not change."""
         ...
 
     def forget(self, request_id: int) -> None:

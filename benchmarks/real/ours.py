@@ -84,11 +84,10 @@ def engine_of(
     Lookups run on the engine of plain decoding, or of the head that they are combined with.
     """
     quantised: dict[str, Any] = {} if format == "bf16" else {"quantization": format}
+    looks_up = method == "combined"  # the engine of EAGLE3 takes lookups when it starts
+    method = "eagle3" if looks_up else method
     own = speculation_of(method, K, head_format, schedule, threshold)
-    at_load = None if method in WITH_HEAD else own
-    if method == "combined":  # the engine of EAGLE3 takes lookups when it starts
-        at_load, method = {"sa_config": {}}, "eagle3"
-        own = speculation_of(method, K, head_format, schedule, threshold)
+    at_load = {"sa_config": {}} if looks_up else None if method in WITH_HEAD else own
     in_graph = own if method in WITH_HEAD else None
     name = f"smollm2-{format}" if in_graph is None else f"smollm2-{format}-{method}-{head_format}-{K}"
     name += "" if schedule is None else "-by-batch"

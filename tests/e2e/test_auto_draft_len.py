@@ -41,9 +41,11 @@ AUTO: dict[str, Any] = {"num_speculative_tokens": "auto"}
 MODES: dict[str, dict[str, Any]] = {
     "eagle3": {"method": "eagle3", "model": "head"},
     "eagle": {"method": "eagle", "model": "eagle"},
+    "eagle3 and lookups": {"method": "eagle3", "model": "head", "sa_config": {"threshold": 2}},
     "draft inside": {"method": "draft_model", "model": "draft", "one_engine": True},
     "eagle3, two engines": {"method": "eagle3", "model": "head", "one_engine": False},
     "draft model": {"method": "draft_model", "model": "draft"},
+    "draft model and lookups": {"method": "draft_model", "model": "draft", "sa_config": {"threshold": 2}},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix"},
 }

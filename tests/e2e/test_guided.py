@@ -154,7 +154,6 @@ def told(outputs: Sequence[RequestOutput]) -> list[Any]:
         ("static tree", None),
         ("two engines", 3),
         ("looked up", 3),
-        ("looked up", "auto"),
         ("grammar", "auto"),
         ("eagle3", "auto"),
         ("draft", "auto"),

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+from tests.async_stand_in import HostQueue
 from tests.contract.modes import LIMITS, RECIPES, TIGHT, Models
 from tests.e2e.tiny import Run, assert_all_blocks_free, run_together
 from trtspec import LLM
 from trtspec.build.build import build_engine
 from trtspec.config.engine import EngineConfig
-from trtspec.engine.propose import Proposer
+from trtspec.engine.step import StepLoop
 from trtspec.errors import ConfigError
 from trtspec.interop.reading import read_speculative_config
 from trtspec.methods.planning import fields_of
@@ -32,24 +33,27 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 @pytest.fixture
-def replaced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each request and step with drafts: whether they were looked up."""
-    seen: list[bool] = []
-    propose = Proposer.propose
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
+    """For each request and step with drafts: whether they were looked up, and whether the first one was accepted."""
+    seen: list[tuple[bool, bool]] = []
+    emit = StepLoop.emit
 
-    def watched(self: Proposer, requests: Any, scheduler: Any) -> None:
-        propose(self, requests, scheduler)
-        seen.extend(request.looked_up for request in requests if request.drafts)
+    def watched(self: StepLoop, row: Any, num_tokens: int, drafts: Any, *others: Any) -> Any:
+        if drafts:
+            seen.append((row.request.looked_up, num_tokens > 1))
+        return emit(self, row, num_tokens, drafts, *others)
 
-    monkeypatch.setattr(Proposer, "propose", watched)
+    monkeypatch.setattr(StepLoop, "emit", watched)
     return seen
 
 
-def run(models: Models, mode: M, threshold: int | None, backend: str = "eager", **fields: Any) -> Run:
+ALL_KINDS = {(looked_up, right) for looked_up in (False, True) for right in (False, True)}
+
+
+def run(models: Models, mode: M, threshold: int, backend: str = "eager", **fields: Any) -> Run:
     """Run all cases at once in a cache too small for them, and compare their outcomes with plain decoding's."""
     recipe = RECIPES[mode]
-    speculation: dict[str, Any] = {**recipe.speculation(models, K), **fields}
-    speculation |= {} if threshold is None else {"sa_config": {"threshold": threshold}}
+    speculation = {**recipe.speculation(models, K), "sa_config": {"threshold": threshold}, **fields}
     folder, options = models.folder(recipe.target), {"backend": backend, "dtype": "float32", **LIMITS}
     if backend in ("aoti", "onnx"):
         engine = models.root / f"{backend} {mode.name} {threshold}"
@@ -59,8 +63,9 @@ def run(models: Models, mode: M, threshold: int | None, backend: str = "eager", 
         found = run_together(llm.engine, models.cases)
         assert llm.engine.stats.preemptions > 0
         assert llm.engine.stats.drafter_failures == 0
+        assert len(llm.engine.loop.proposer.lookups) == 0, "nothing is kept of requests that ended"
         assert_all_blocks_free(llm)
-    assert found.outcomes == models.plain(recipe.target, backend)
+    assert found.outcomes == models.plain(recipe.target, "eager" if backend == "cuda" else backend)
     return found
 
 
@@ -68,35 +73,38 @@ def run(models: Models, mode: M, threshold: int | None, backend: str = "eager", 
     "mode",
     [pytest.param(mode, id=mode.name, marks=() if mode in QUICK else pytest.mark.long) for mode in TAKERS],
 )
-def test_no_token_changes(models: Models, mode: M, replaced: list[bool]) -> None:
-    """Some drafts are looked up and others are not. All drafts are right at times and wrong at times."""
-    found = run(models, mode, 2)
-    assert 0 < sum(replaced) < len(replaced)
-    assert 0 < found.speculation.acceptance_per_position[0] < 1
+def test_no_token_changes(models: Models, mode: M, verified: list[tuple[bool, bool]]) -> None:
+    """Some drafts are looked up and others are not. Both are right at times and wrong at times."""
+    run(models, mode, 2)
+    assert set(verified) == ALL_KINDS
 
 
-@pytest.mark.parametrize("mode", [M.EAGLE3, M.EAGLE3_ONE_MODEL], ids=lambda mode: mode.name)
-def test_no_token_changes_where_the_engine_chooses_the_number_of_drafts(
-    models: Models, mode: M, replaced: list[bool]
-) -> None:
-    run(models, mode, 2, num_speculative_tokens="auto")
-    assert 0 < sum(replaced) < len(replaced)
+def test_a_schedule_limits_them(models: Models, verified: list[tuple[bool, bool]]) -> None:
+    """Large batches have no drafts, looked up or not."""
+    found = run(models, M.EAGLE3_ONE_MODEL, 2, draft_len_schedule={2: K, 3: 1})
+    assert set(verified) == ALL_KINDS
+    assert any(len(step) > 3 and not any(one.draft_len for one in step) for step in found.steps)
+
+
+def test_a_gpus_host_waits_for_each_step(models: Models, work: HostQueue, verified: list[tuple[bool, bool]]) -> None:
+    run(models, M.EAGLE3_ONE_MODEL, 2, "cuda")
+    assert set(verified) == ALL_KINDS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["aoti", "onnx"])
-def test_graphs_verify_them(models: Models, backend: str, replaced: list[bool]) -> None:
+def test_graphs_verify_them(models: Models, backend: str, verified: list[tuple[bool, bool]]) -> None:
     run(models, M.EAGLE3_ONE_MODEL, 2, backend)
-    assert 0 < sum(replaced) < len(replaced)
+    assert set(verified) == ALL_KINDS
 
 
 @pytest.mark.long
-def test_an_engine_takes_them_when_it_starts(models: Models, replaced: list[bool]) -> None:
+def test_an_engine_takes_them_when_it_starts(models: Models, verified: list[tuple[bool, bool]]) -> None:
     """They are not compiled in. Everything else of its speculation is."""
     engine = models.engine("target", "aoti", M.EAGLE3_ONE_MODEL, K)
     with LLM(engine, {"sa_config": {"threshold": 2}}, **TIGHT) as llm:
         found = run_together(llm.engine, models.cases)
     assert found.outcomes == models.plain("target", "aoti")
-    assert 0 < sum(replaced) < len(replaced)
+    assert set(verified) == ALL_KINDS
     with pytest.raises(ConfigError, match=r"its own speculation; set nothing in .* but sa_config, or build"):
         LLM(engine, {"sa_config": {}, "num_speculative_tokens": 2})

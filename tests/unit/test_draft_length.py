@@ -315,17 +315,32 @@ def test_drafts_of_grammars_are_counted_apart_and_tried_again() -> None:
         chooser.observe([Outcome(~1, 3, 0)])
     assert chooser.verify([Offer(1, 3)], 1) == before != [0]
     tried = []
-    for _ in range(40):
+    for _ in range(180):
         chooser.make([(1, 3)], 1)
         tried.append(chooser.verify([Offer(~1, 3)], 1))
-    assert tried.count([3]) == 2
-    assert tried.count([0]) == 38
+    assert [nth for nth, lengths in enumerate(tried, 1) if lengths == [3]] == [16, 48, 112, 176]
+    assert tried.count([0]) == 176
     assert chooser.verify([Offer(~2, 3)], 1) == [0], "those of other requests are expected to do as badly"
     for _ in range(20):
         chooser.observe([Outcome(~1, 3, 3)])
     assert chooser.verify([Offer(~1, 3)], 1) == [3]
     chooser.forget(1)
     assert not chooser._requests.keys() & {1, ~1}
+
+
+def test_drafts_of_others_must_pay_for_the_launch_that_verifies_them() -> None:
+    """A launch that makes no drafts is cheaper than one that verifies some, even if the rows cost nothing."""
+    times = costs(row=lambda batch: 0.001, draft=lambda batch: 2.0)
+    chooser = DraftLength(times, 5)
+    for _ in range(20):
+        chooser.observe([Outcome(1, 3, 0), Outcome(~1, 3, 0), Outcome(~1, 3, 0), Outcome(~1, 3, 1)])
+    assert chooser.make([(1, 3)], 1) == 0
+    share = chooser._of(~1).chances[0]
+    assert 0.2 < share < 0.4
+    assert chooser.verify([Offer(~1, 3)], 1) == [0]
+    for _ in range(20):
+        chooser.observe([Outcome(~1, 3, 3)])
+    assert chooser.verify([Offer(~1, 3)], 1) == [3]
 
 
 def test_a_single_rejection_is_no_run() -> None:

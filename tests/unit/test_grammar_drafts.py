@@ -267,7 +267,7 @@ def test_outcomes_tell_drafters_and_grammars_apart() -> None:
     assert outcomes_of(free, 3, 2) == [(5, 3, 2)]
     assert outcomes_of(free, 0, 0) == []
     free.looked_up = True
-    assert draft_source(free) == ~5, "lookups that replace a model's drafts count apart from them"
+    assert draft_source(free) == ~5, "lookups next to a model count apart from its drafts"
     assert outcomes_of(free, 3, 2) == [(~5, 3, 2)]
 
 

@@ -160,14 +160,14 @@ def plan_context(
 ) -> BuildContext:
     """Read the configs and check that they fit together; nothing is loaded yet.
 
-    packs: None = as the backend does. An engine folder brings its own speculation. An engine without speculation takes
-    a drafter that needs no graph.
+    packs: None = as the backend does. An engine folder brings its own speculation, of which AT_LOAD may differ. One
+    without speculation takes a drafter that needs no graph.
     """
     built = model if isinstance(model, EngineFolder) else None
     own = None if built is None else built.speculative_config()
     if built is not None and own is not None and speculative is not None:
         changed = speculative.model_fields_set
-        if not changed <= AT_LOAD:
+        if not changed or not changed <= AT_LOAD:
             raise ConfigError(
                 f"engine {built.path} was built with its own speculation; set nothing in speculative_config but "
                 f"{', '.join(sorted(AT_LOAD))}, or build another engine"

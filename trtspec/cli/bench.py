@@ -208,6 +208,11 @@ def run(namespace: argparse.Namespace) -> int:
         raise RequestError(
             f"{namespace.prompts} has {len(prompts)} prompts for --batch {namespace.batch}; give more, or lower --batch"
         )
+    if namespace.against is None and namespace.speculative_config is not None and _kind(namespace.model) != "plain":
+        raise ConfigError(
+            f"{namespace.model} is an engine with speculation of its own, which has no plain decoding to compare with; "
+            "name what to compare with (--against)"
+        )
     console = Console(stderr=True)
     options = {"max_batch_size": namespace.batch, **engine_options(namespace)}
     if namespace.profile:

@@ -106,11 +106,11 @@ def check_against_k(config: SpeculativeConfig, k: int) -> None:
 class SAEnhancerConfig(StrictConfig):
     """Lookups next to draft layers or a draft model, as TensorRT-LLM's config of this name describes them.
 
-    Where the last `threshold` tokens of a request or more occurred earlier in its text, the tokens that followed there
-    are its drafts, instead of those of the draft layers.
+    If at least the last `threshold` tokens of a request occurred earlier in its text, it verifies what followed there.
+    Otherwise it verifies the drafts of the model.
     """
 
-    threshold: int = Field(default=4, ge=1, description="tokens of the shortest match from which is drafted")
+    threshold: int = Field(default=4, ge=1, le=64, description="the fewest tokens that must match, at most 64")
     enable_global_pool: bool = Field(default=False, description="also look in the texts of other requests")
 
 

@@ -32,7 +32,7 @@ class DraftHistory:
     next_rest: int = FIRST_REST  # steps of the next rest
     probe: int = 0  # steps of an attempt that are left: drafts are verified whether they pay or not
     offered: bool = False  # whether there were drafts for the next step
-    skipped: int = 0  # offers of drafts of its grammar in a row of which none was verified
+    skipped: int = 0  # offers in a row of which none was verified, of drafts that are not its drafter's
     accepts: bool = True  # whether the last first draft was accepted
     weight: float = WEIGHT  # of the expected share, in drafts
     times: int = 0  # number of equal outcomes in a row ...

@@ -17,7 +17,7 @@ from operator import mul
 from typing import Any
 
 from trtspec.engine.draft_chances import Counts, Offer, Outcome
-from trtspec.engine.draft_history import FIRST_REST, KEPT, RATIO_WEIGHT, WEIGHT, DraftHistory
+from trtspec.engine.draft_history import FIRST_REST, KEPT, LONGEST_REST, RATIO_WEIGHT, WEIGHT, DraftHistory
 from trtspec.engine.draft_scores import HIGHEST, DraftScores, Level, levels_of
 from trtspec.engine.step_costs import StepCosts
 
@@ -132,12 +132,14 @@ class DraftLength:
                 own.expected, own.scores = (), ()
         lengths = self._verify(known, batch)
         for i, (offer, (one, count)) in enumerate(zip(drafts, known, strict=True)):
-            if offer.source < 0 and not lengths[i]:  # there are no rests for these, as they draft now and then
-                one.skipped += 1
-                if one.skipped == FIRST_REST:
-                    lengths[i] = count
-            if offer.source < 0 and lengths[i]:
-                one.skipped = 0
+            if offer.source >= 0:
+                continue
+            if lengths[i]:
+                one.skipped, one.next_rest = 0, FIRST_REST
+                continue
+            one.skipped += 1  # there are no rests for these, as they draft now and then
+            if one.skipped >= one.next_rest:
+                lengths[i], one.skipped, one.next_rest = count, 0, min(2 * one.next_rest, LONGEST_REST)
         self._count(
             [(one, 0, 0) for (one, _), length in zip(known, lengths, strict=True) if one.expected and not length]
         )
@@ -263,6 +265,8 @@ class DraftLength:
         ]
         made = self._graph(max((self.made, *(count for _, count in pairs))))
         best, least = self._best(made, batch, chances)
+        if made > self.made and batch / self.costs.curve(self.made, batch, self.most)[0] >= best:
+            best, least = batch / self.costs.curve(self.made, batch, self.most)[0], 2.0  # a launch for them costs more
         tokens, rows = batch + sum(map(sum, chances)), sum(map(len, chances))
         if least <= 1 and tokens / self.costs.curve(made, batch, self.most)[rows] * (1 + MARGIN) >= best:
             least = 0.0  # all of them: a batch whose shapes do not change costs the host less

@@ -84,8 +84,7 @@ def outcomes_of(request: Request, verified: int, accepted: int) -> list[Outcome]
     rejected = request.is_cut and own == request.num_own_drafts
     found = []
     if own or rejected:
-        source = ~request.request_id if request.looked_up else request.request_id
-        found.append(Outcome(source, own + rejected, min(accepted, own)))
+        found.append(Outcome(request.request_id, own + rejected, min(accepted, own)))
     if verified > own and accepted >= own:
         found.append(Outcome(~request.request_id, verified - own, accepted - own))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -28,7 +28,10 @@ READ_ROWS = 64
 
 
 class Proposer:
-    """A source of drafts for the next step, made by the launch or by the drafter. Without either: plain decoding."""
+    """A source of drafts for the next step, made by the launch, by the drafter, or by lookups next to either.
+
+    Without any of them: plain decoding.
+    """
 
     def __init__(
         self,
@@ -89,11 +92,11 @@ class Proposer:
         return False
 
     def asks(self, requests: Sequence[Request], scheduler: Scheduler) -> bool:
-        """Whether any of the running requests wants the drafter's drafts for the next launch."""
+        """Whether any of the running requests wants drafts of the host for the next launch."""
         if not self.draft_len(scheduler):
             return False
         if self.lookups is not None:
-            return True
+            return bool(self._limits(requests, scheduler))
         if self.drafter is None:
             return False
         if self.chooser is None or not self.chooser.looks_up:
@@ -141,7 +144,8 @@ class Proposer:
                     request.drafts = []
                 elif length < len(request.drafts):
                     request.drafts = request.drafts[: max(length, 0)]
-        self._look_up([(one, most) for one, most in zip(requests, allowed, strict=True) if most > 0 and one.speculates])
+        if self.lookups is not None:
+            self._look_up(self.lookups, zip(requests, allowed, strict=True))
         for request, length, depth in zip(requests, allowed, depths, strict=True):
             request.num_own_drafts, request.is_cut = len(request.drafts), False
             if request.follows_grammar and length > 0 and request.speculates:
@@ -293,12 +297,14 @@ class Proposer:
             if self.states is not None:
                 self.states.drop(request, kv_len)
 
-    def _look_up(self, asked: Sequence[tuple[Request, int]]) -> None:
-        """Replace the drafts of requests whose text repeats itself. asked: each with the most drafts it can verify."""
-        if self.lookups is None or not asked:
-            return
+    def _look_up(self, lookups: Lookups, asked: Iterable[tuple[Request, int]]) -> None:
+        """Replace the drafts of requests whose text repeats itself. asked: each with the most drafts it can verify.
+
+        A request with a grammar keeps its own drafts, as the grammar adds what it forces.
+        """
         for request, most in asked:
-            found = self.lookups.find(request.request_id, request.tokens, most)
+            wants = most > 0 and request.speculates and request.guide is None
+            found = lookups.find(request.request_id, request.tokens, most) if wants else []
             request.looked_up = bool(found)
             if found:
                 made, request.drafts = request.drafts, found

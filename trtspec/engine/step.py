@@ -128,11 +128,15 @@ class StepLoop:
     def note_time(self, emissions: Sequence[Emission], seconds: float) -> None:
         """Tell the chooser of draft lengths, if there is one, how long a step took.
 
-        Steps with context rows, and steps in which a request ends, are left out.
+        Steps with context rows, and steps in which a request ends, are left out. So are steps that verify lookups which
+        a draft model did not make: the chooser would count its drafts as made.
         """
-        chooser = self.proposer.chooser
-        if chooser is not None and emissions and not any(one.is_context or one.finished for one in emissions):
-            chooser.time([one.draft_len for one in emissions], seconds)
+        chooser, proposer = self.proposer.chooser, self.proposer
+        if chooser is None or not emissions or any(one.is_context or one.finished for one in emissions):
+            return
+        verified = [one.draft_len for one in emissions]
+        if proposer.lookups is None or proposer.drafts_inside or max(verified) <= chooser.made:
+            chooser.time(verified, seconds)
 
     @property
     def has_work(self) -> bool:
