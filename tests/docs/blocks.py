@@ -28,6 +28,7 @@ REASONS = (
     "needs a GPU",
     "needs Docker",
     "needs a Triton Inference Server",
+    "needs TensorRT-RTX",
     "needs a network",
     "takes minutes",
     "a pattern, not a program",
