@@ -61,6 +61,15 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_spec_attention_(
   });
 }
 
+// The last argument, nullptr, is AOTInductor's for an op that returns nothing.
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_kv_compact_(AtenTensorHandle k_cache, AtenTensorHandle v_cache,
+                                                            AtenTensorHandle block_tables, AtenTensorHandle starts,
+                                                            AtenTensorHandle path, AtenTensorHandle* nothing) {
+  return guarded([&] {
+    trtspec::kv_compact_(tensor(k_cache), tensor(v_cache), tensor(block_tables), tensor(starts), tensor(path));
+  });
+}
+
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_process_logits(
     AtenTensorHandle logits, AtenTensorHandle positions, AtenTensorHandle history, AtenTensorHandle prompt_lens,
     AtenTensorHandle penalties, AtenTensorHandle bias_ids, AtenTensorHandle bias_values, AtenTensorHandle ban_ids,

@@ -260,6 +260,8 @@ std::tuple<Tensor, Tensor, Tensor> spec_attention(const Tensor& q, const Tensor&
 
 struct Move { int64_t source, target; };  // slots
 
+}  // namespace
+
 void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables_, const Tensor& starts_,
                  const Tensor& path_) {
   check_caches(k_cache, v_cache);
@@ -299,6 +301,8 @@ void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& blo
       std::memcpy(slots + moves[i].target * row_bytes, held.get() + i * row_bytes, row_bytes);
   }
 }
+
+namespace {
 
 std::tuple<Tensor, Tensor> kv_compact(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
                                       const Tensor& starts, const Tensor& path) {

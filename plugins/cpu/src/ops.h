@@ -15,6 +15,9 @@ Tensor spec_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const 
                            double scale, int64_t window, double softcap, const std::optional<Tensor>& tree_base,
                            const std::optional<Tensor>& ancestors);
 
+void kv_compact_(const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables, const Tensor& starts,
+                     const Tensor& path);
+
 Tensor packed_linear(const Tensor& x, const Tensor& weight, const Tensor& scales,
                          const Tensor& zeros, const std::optional<Tensor>& bias,
                          const std::optional<Tensor>& x_scale, int64_t out_features, bool float_out);
