@@ -17,6 +17,7 @@ import pytest
 from torch import Tensor
 
 from tests.e2e.head_cases import watch
+from tests.e2e.test_trees import tell
 from tests.e2e.tiny import Case, Outcome, assert_all_blocks_free, draw_cases, run_alone
 from tests.head_checkpoints import make_eagle3
 from trtspec import LLM
@@ -28,6 +29,7 @@ from trtspec.methods.worker import SpecWorker
 from trtspec.protocols import Executable
 
 K = 3
+TREE = "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"
 LIMITS: dict[str, Any] = {"max_batch_size": 4, "max_num_tokens": 48, "num_kv_blocks": 64, "block_size": 4}
 
 
@@ -180,8 +182,19 @@ def test_a_batch_goes_on_until_somebody_has_fewer_drafts(
     assert sum(short) > 20
 
 
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.long) for seed in (0, 2, 3))])
+def test_trees_of_one_shape_go_on_too(target: Path, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare_steps(target, folder, True, random.Random(f"trees {seed}"), seed, monkeypatch, TREE)
+
+
 def compare_steps(
-    target: Path, folder: Path, speculates: bool, rng: random.Random, seed: int, monkeypatch: pytest.MonkeyPatch
+    target: Path,
+    folder: Path,
+    speculates: bool,
+    rng: random.Random,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tree: str | None = None,
 ) -> None:
     """Compare the steps of two engines.
 
@@ -196,12 +209,15 @@ def compare_steps(
         outcomes = run_alone(llm.engine, cases)
     answers = [case.prompt + outcome.token_ids for case, outcome in zip(cases, outcomes, strict=True)]
     speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": K} if speculates else None
-
+    if speculation is not None and tree is not None:
+        speculation = {**speculation, "num_speculative_tokens": None, "speculative_token_tree": tree}
     lie = rng.choice((0.0, 0.3))
 
     def make() -> LLM:
         llm = LLM(target, speculation, **limits)
-        if speculates:
+        if tree is not None:
+            tell(llm, cases, outcomes)
+        elif speculates:
             watch(llm, answers, lie)
         return llm
 

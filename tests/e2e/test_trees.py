@@ -27,12 +27,10 @@ from tests.e2e.tiny import (
 )
 from tests.head_checkpoints import make_medusa
 from trtspec import LLM, SamplingParams
-from trtspec.backends.aoti import cut
 from trtspec.backends.table import BACKENDS
 from trtspec.build.build import build_engine
 from trtspec.build.context import plan_context
 from trtspec.build.plan import plan_build
-from trtspec.build.steps import build_step
 from trtspec.config.engine import EngineConfig
 from trtspec.core import Proposal, SamplingTensors
 from trtspec.engine.overlap import OverlapLoop
@@ -231,18 +229,6 @@ def test_requests_limit_the_depth_on_a_gpu(models: Path, work: HostQueue) -> Non
     assert 2 not in counts
 
 
-def test_a_decoder_with_a_tree_is_not_cut(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of layers know nothing of a tree's places and masks."""
-    monkeypatch.setattr(cut, "LEAST_LAYERS", 2)
-    blocks = []
-    for tree in ("[(0,), (0, 0), (0, 0, 0)]", TREE):
-        wanted = read_speculative_config(speculation("eagle3", models, tree))
-        config = EngineConfig(backend="aoti", dtype="float32")
-        blocks.append(cut.blocks_of(build_step(plan_context(models / "target", wanted, config, BACKENDS["aoti"]))))
-    assert blocks[0]
-    assert not blocks[1]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_of_a_compiled_engine(mode: str, models: Path, plain: list[Outcome], tmp_path: Path) -> None:
@@ -290,7 +276,7 @@ def test_forced_acceptance_keeps_first_children(models: Path) -> None:
 
 
 def test_a_gate_may_leave_as_many_nodes_as_the_tree_is_deep(models: Path) -> None:
-    """A step of 3 nodes at depth 1 has the shapes of a chain of 3, and is none: the fast path must not take it."""
+    """A step of 3 nodes at depth 1 has the shapes of a chain of 3, and is none. The fast path takes it as a tree."""
     cases = [Case([3, 4, 5 + i], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for i in range(6)]
     with LLM(models / "target", **LIMITS) as llm:
         plain = run_alone(llm.engine, cases)
@@ -302,8 +288,7 @@ def test_a_gate_may_leave_as_many_nodes_as_the_tree_is_deep(models: Path) -> Non
         run = run_together(llm.engine, cases, after_step=lambda _: taken.append(loop.steady))
     assert run.outcomes == plain
     assert {draft_len for _, draft_len in run.speculation.outcomes} >= {3, 10}
-    assert len(taken) > 10
-    assert all(steady is None for steady in taken)
+    assert {one.draft_len for one in taken if one is not None} == {3, 10}
 
 
 @pytest.mark.parametrize("max_tokens", [2, 9, 20])

@@ -23,13 +23,14 @@ from operator import add, gt
 
 from torch import Tensor
 
+from trtspec.config.tree import Tree, depth_of
 from trtspec.core import StepOutputs
 from trtspec.engine.batch import InputBuilder
 from trtspec.engine.faults import IsolatedLoop
 from trtspec.engine.propose import Proposer
 from trtspec.engine.request import Request
 from trtspec.engine.scheduler import Batch, Scheduler
-from trtspec.engine.step import Emission, scores_of
+from trtspec.engine.step import Emission, along_paths, scores_of
 from trtspec.errors import DeviceError
 from trtspec.kv import rewind
 
@@ -40,13 +41,18 @@ MAX_STEPS = 32
 class SteadyBatch:
     """B generations with K drafts each, and their tokens since the requests were last updated.
 
-    `batch` and `outputs` are those of a completed step whose requests are up to date.
+    The drafts are chains, or trees of K nodes that all have one shape. `batch` and `outputs` are those of a completed
+    step whose requests are up to date.
     """
 
-    def __init__(self, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer) -> None:
+    def __init__(
+        self, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer, tree: Tree | None
+    ) -> None:
         K = batch[0].draft_len
         self.batch = batch
         self.draft_len = K
+        self.parents = None if tree is None else tree.parents_for(())[:K]  # of each request's drafts; None: a chain
+        self.depth = depth_of(self.parents)
         self.requests = [row.request for row in batch]
         self.texts = [b for b, request in enumerate(self.requests) if request.text is not None]  # updated in every step
         self.stops = frozenset().union(*[request.eos_ids | request.stop_token_ids for request in self.requests])
@@ -55,7 +61,7 @@ class SteadyBatch:
         self.scores = scores_of(outputs)  # [B][K] of these drafts; () = not known
         self.seq_lens = [len(request.tokens) for request in self.requests]
         # In a step that begins with more tokens a request may finish, or have fewer drafts because it finishes in the
-        # next one, or exceed the draft model's context.
+        # next one, or exceed the draft model's context. A tree is less deep than K, so for it this is cautious.
         longest = proposer.longest(scheduler) if K > 0 else sys.maxsize
         self._max_lens = [min(request.length_limit - K - 2, longest) for request in self.requests]
         self._ahead = K + scheduler.num_draft_tokens  # KV rows of a step's drafts, and of drafting after it
@@ -65,12 +71,17 @@ class SteadyBatch:
         self._recorded: list[list[list[int]]] = []  # tokens by step and request
 
     @classmethod
-    def after(cls, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer) -> SteadyBatch | None:
-        """A steady batch of the step that has just completed, if the next step has the same requests and shapes."""
+    def after(
+        cls, batch: Batch, outputs: StepOutputs, scheduler: Scheduler, proposer: Proposer, tree: Tree | None = None
+    ) -> SteadyBatch | None:
+        """A steady batch of the step that has just completed, if the next step has the same requests and shapes.
+
+        tree: the shape of the drafts; None: a chain.
+        """
         assert outputs.verdict is not None
         K = batch[0].draft_len
-        if outputs.verdict.path is not None and K:
-            return None  # a tree: its drafts are not in the order of tokens
+        if tree is not None and K and (tree.is_dynamic or outputs.proposal is None):
+            return None  # each request has a shape of its own, or the drafts are not among the outputs
         same_shapes = outputs.verdict.tokens.shape[1] == K + 1 == _next_inputs(outputs).shape[1]
         all_run = len(batch) == len(scheduler.running) and not batch[0].is_context  # contexts come first
         if not all_run or not same_shapes or proposer.asks([row.request for row in batch], scheduler):
@@ -78,7 +89,7 @@ class SteadyBatch:
         for request, _, draft_len, _ in batch:
             if draft_len != K or len(request.drafts) != K or request.finish_reason is not None or request.needs_host:
                 return None
-        return cls(batch, outputs, scheduler, proposer)
+        return cls(batch, outputs, scheduler, proposer, tree)
 
     def can_repeat(self, scheduler: Scheduler, input_builder: InputBuilder, proposer: Proposer) -> bool:
         """Whether the next step has the same shapes and requests; reserves its blocks.
@@ -145,7 +156,7 @@ class SteadyBatch:
             rewind.commit(request.kv, 1, len(request.tokens) - old_len, 0, self._drafts_inside)  # as if in one step
             request.drafts = self.drafts(b)
             for count, times in Counter(map(len, steps)).items():
-                request.stats.observe(count, self.draft_len, times)
+                request.stats.observe(count, self.draft_len, times, self.depth)
         self._recorded.clear()
 
 
@@ -181,7 +192,7 @@ class SteadyLoop(IsolatedLoop):
         """Enter the fast path after a completed step, if its batch allows it and no code reads its hidden states."""
         self._launched = None
         if launched is not None and self.collector is None and self.proposer.states is None:
-            self.steady = SteadyBatch.after(*launched, self.scheduler, self.proposer)
+            self.steady = SteadyBatch.after(*launched, self.scheduler, self.proposer, self.input_builder.tree)
             if self.steady is not None:
                 self.input_builder.invalidate_tables()
 
@@ -208,7 +219,16 @@ class SteadyLoop(IsolatedLoop):
             self.begin((steady.batch, outputs))
             return emissions
         emissions = [
-            Emission(request, tokens, "", len(tokens) - 1, steady.draft_len, False, drafts=row[1:])
+            Emission(
+                request,
+                tokens,
+                "",
+                len(tokens) - 1,
+                steady.draft_len,
+                False,
+                drafts=row[1:],
+                draft_parents=steady.parents,
+            )
             for request, tokens, row in zip(steady.requests, emitted, inputs, strict=True)
         ]
         self.observe(emissions)
@@ -217,7 +237,9 @@ class SteadyLoop(IsolatedLoop):
             emissions[b] = self.update(steady.batch[b], emitted[b], drafts)
         if any(emissions[b].finished for b in steady.texts):
             self.settle()
-        return emissions
+        assert outputs.verdict is not None
+        path = outputs.verdict.path
+        return emissions if path is None else along_paths(emissions, steady.batch, path)
 
     def settle(self) -> None:
         """Leave the fast path between two steps: the requests get the drafts of the next one."""

@@ -103,7 +103,7 @@ class StepLoop:
                 row.request.draft_parents = parents
         for row, scores in zip(batch, scores_of(outputs), strict=False):
             row.request.draft_scores = scores
-        return emissions if outputs.verdict.path is None else _along_paths(emissions, batch, outputs.verdict.path)
+        return emissions if outputs.verdict.path is None else along_paths(emissions, batch, outputs.verdict.path)
 
     def propose(self, emissions: Sequence[Emission]) -> None:
         """Make drafts for the next step, for the requests that go on."""
@@ -246,7 +246,7 @@ class StepLoop:
         self.proposer.forget(request)
 
 
-def _along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:
+def along_paths(emissions: Sequence[Emission], batch: Batch, path: Tensor) -> list[Emission]:
     """The emissions with their drafts in another order: the nodes of the path, then those of other branches."""
     rows = {id(row.request): one for row, one in zip(batch, path.tolist(), strict=True)}
     ordered = []
