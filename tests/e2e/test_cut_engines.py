@@ -29,6 +29,10 @@ from trtspec.ops import open_row, runs_graphs
 
 CASES = draw_cases(16, seed=5)
 LIMITS: dict[str, Any] = {"max_batch_size": 8, "max_num_tokens": 64, "block_size": 4}
+SHAPES: dict[str, dict[str, Any]] = {
+    "one shape": {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0)]"},
+    "each step its own": {"num_speculative_tokens": 2, "dynamic_tree_max_topK": 2, "max_total_draft_tokens": 5},
+}
 WINDOWED = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 8}
 
 
@@ -171,6 +175,16 @@ def test_eagle3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_eagle3(tmp_path, target, (1, 4, 7))
     asked = {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2}
     same_bits(tmp_path, monkeypatch, target, asked, {"dtype": "bfloat16"}, 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    """Layers get the places of nodes as inputs, and the epilogue moves the KV of all layers."""
+    target = make_target(tmp_path, num_hidden_layers=9)
+    head = make_eagle3(tmp_path, target, (1, 4, 7))
+    asked = {"method": "eagle3", "model": str(head), **SHAPES[shape]}
+    same_bits(tmp_path, monkeypatch, target, asked, {}, 3)
 
 
 @pytest.mark.long

@@ -27,6 +27,7 @@ from tests.e2e.tiny import (
     with_constraints,
 )
 from trtspec import LLM, SamplingParams
+from trtspec.backends.aoti import cut
 from trtspec.build import build
 from trtspec.build.build import build_engine
 from trtspec.build.plan import plan_build
@@ -135,8 +136,9 @@ def test_tokens_of_a_compiled_engine(mode: str, models: Path, plain: list[Outcom
 
 
 def test_tokens_of_compiled_ragged_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ragged graphs of one layer take every batch: those without drafts, and those with a tree for each request."""
+    """Graphs of a layer and of the rest take every batch: those without drafts, and those with a tree a request."""
     monkeypatch.setattr(build, "wanted_graphs", lambda *_: [(0, False), (NODES, False)])
+    monkeypatch.setattr(cut, "LEAST_LAYERS", 1)
     target = make_target(tmp_path, num_hidden_layers=1)
     add_tokenizer(target)
     build_engine(target, tmp_path / "engine", read_speculative_config(MODES["ngram"]), COMPILED)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
 
-from trtspec.config.tree import DraftTree, chain, parse_tree
-from trtspec.core import AttnMetadata, SamplingTensors
+from trtspec.backends.compiled import CompiledStep
+from trtspec.config.tree import DraftTree, DynamicTree, Tree, chain, parse_tree
+from trtspec.core import AttnMetadata, SamplingTensors, SpecMetadata, StepInputs
 from trtspec.methods.draw import draw_children, draw_drafts, process
 from trtspec.methods.tree import TreeTables, accept_path
 from trtspec.methods.tree_drafts import Level
@@ -60,6 +63,43 @@ def test_parents_come_first_and_paths_end_with_their_node(tree: DraftTree) -> No
 
 
 # --- acceptance -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [None, SEVEN, DynamicTree(3, 9, 2)])
+def test_a_compiled_step_keeps_its_tree(tree: Tree | None) -> None:
+    """Folders of older versions say nothing of a tree."""
+    step = CompiledStep((), (), (), "float32", vocab_size=VOCAB, weight_bytes=0, kernels="", tree=tree)
+    data = json.loads(json.dumps(step.to_dict()))
+    assert CompiledStep.from_dict(data) == step
+    data.pop("tree")
+    assert CompiledStep.from_dict(data) == replace(step, tree=None)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@settings(max_examples=60, deadline=None)
+@given(tree=trees(), data=st.data())
+def test_rows_of_layers_have_the_paths_of_their_nodes(is_dynamic: bool, tree: DraftTree, data: st.DataObject) -> None:
+    N = tree.num_nodes
+    contexts = data.draw(st.lists(st.integers(1, 20), max_size=2))
+    counts = data.draw(st.lists(st.integers(0, N), min_size=not contexts, max_size=3))  # nodes of each generation
+    K = max(counts, default=0)
+    lengths = [*contexts, *(count + 1 for count in counts)]
+    attn = AttnMetadata.of(lengths, [length + 5 for length in lengths], [[1]] * len(lengths))
+    rows = sum(count + 1 for count in counts) + len(contexts)
+    spec = replace(
+        SpecMetadata.plain((), attn, sampling(*[SamplingParams(temperature=0.0)] * rows)),
+        draft_tokens=torch.zeros(len(counts), K, dtype=torch.int64),
+        draft_lens=torch.tensor([*[0] * len(contexts), *counts], dtype=torch.int32),
+        draft_parents=torch.tensor([*tree.parents[:K]] * len(counts), dtype=torch.int64).view(len(counts), K)
+        if is_dynamic
+        else None,
+    )
+    tables = TreeTables.of(DynamicTree(tree.depth, N) if is_dynamic else tree)
+    ids = torch.zeros(sum(lengths), dtype=torch.int64)
+    paths = [[-1] * tree.depth for _ in range(sum(contexts))]
+    for count in counts:
+        paths += [(tree.path(node) + [-1] * tree.depth)[: tree.depth] for node in range(-1, count)]
+    assert tables.ancestors(StepInputs(ids, attn, spec)).tolist() == paths
 
 
 def walk(tree: DraftTree, drafts: Sequence[int], count: int, sampled: Sequence[int], forced: int) -> list[int]:

@@ -45,13 +45,8 @@ PARTS = {
 }
 
 
-TREES = {"tree_base", "ancestors"}
-"""Tensors of draft trees, which no graph takes: the step makes them."""
-
-
 def tensors_of(value: type) -> list[str]:
-    names = [field.name for field in fields(value) if str(field.type) in ("Tensor", "Tensor | None")]
-    return [name for name in names if name not in TREES]
+    return [field.name for field in fields(value) if str(field.type) in ("Tensor", "Tensor | None")]
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -74,6 +69,8 @@ def test_a_batch_has_what_the_rows_say() -> None:
     parents = torch.full_like(example.spec.draft_tokens, -1)
     example = replace(example, hidden_states=states, attn=replace(example.attn, group_tables=tables))
     example = replace(example, spec=replace(example.spec, draft_parents=parents))
+    tree = TreeTables.of(DynamicTree(K, K))
+    example = tree.with_ancestors(example, tree.ancestors(example))
     sizes: dict[str, int] = {"0": 0, "K": K, "width": WIDTH, "B": B, "G": 2, "R": 2 + 2 * (K + 1)}
     for name, tensor in graph_inputs(example, tuple(INPUTS)).items():
         row = INPUTS[name]
@@ -87,7 +84,7 @@ def test_a_batch_has_what_the_rows_say() -> None:
 
 def test_what_is_read_is_written_back() -> None:
     example = example_batch(K, 4, words=4)
-    rare = ("groups", "hidden states", "trees", "layers", "linear")
+    rare = ("groups", "hidden states", "trees", "layers", "layers of trees", "linear")
     names = [name for name, row in INPUTS.items() if row.taker not in rare]
     tensors = graph_inputs(example, names)
     again = graph_inputs(step_inputs(tensors, K), names)

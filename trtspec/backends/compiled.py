@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.graph_io import INPUTS, STARTS, GraphInput, graph_reader, output_names, step_outputs
+from trtspec.config.tree import Tree, tree_of
 from trtspec.core import KVLayer, KVSpec, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError, EngineError
 from trtspec.kv.pool import allocate_layers
@@ -93,6 +94,7 @@ class CompiledStep:
     lookup: Lookup | None = None  # token embedding, before the blocks
     blocks: tuple[Block, ...] = ()  # the decoder's layers in order, for all graphs; (): each graph has the layers
     read_layers: tuple[int, ...] = ()  # layers of the blocks whose residual streams graphs take
+    tree: Tree | None = None  # drafts to verify are its nodes; None: a chain
 
     @classmethod
     def of(
@@ -121,6 +123,7 @@ class CompiledStep:
             lookup=lookup,
             blocks=tuple(blocks),
             read_layers=tuple(read_layers),
+            tree=None if step.tree is None else step.tree.tree,
         )
 
     @property
@@ -155,8 +158,10 @@ class CompiledStep:
                 "lookup": None if data["lookup"] is None else Lookup(**data["lookup"]),
                 "blocks": tuple(Block(**block) for block in data["blocks"]),
                 "read_layers": tuple(data["read_layers"]),
+                "tree": None if data.get("tree") is None else tree_of(data["tree"]),  # older folders have none
             }
-            return cls(**{one.name: parts.get(one.name, data[one.name]) for one in fields(cls)})
+            names = [one.name for one in fields(cls)]
+            return cls(**{name: parts[name] if name in parts else data[name] for name in names})
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the engine's config.json does not describe its graphs ({error!r}); rebuild it"

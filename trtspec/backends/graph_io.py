@@ -26,13 +26,15 @@ from trtspec.core import (
 )
 from trtspec.methods.step import Step
 
-Taker = Literal["all", "hidden states", "groups", "verifies", "trees", "constraints", "layers", "linear"]
+Taker = Literal[
+    "all", "hidden states", "groups", "verifies", "trees", "constraints", "layers", "layers of trees", "linear"
+]
 """The graphs that take an input.
 
 "all": every graph of a step. "hidden states": graphs of steps that take hidden states. "groups": of steps whose KV
 layers are in several groups. "verifies": of steps that verify drafts. "trees": of steps that verify trees of any
-shape. "constraints": graphs that draw for requests with constraints. "layers": graphs of layers alone. "linear": graphs
-with linear caches (tensorrt/native.py).
+shape. "constraints": graphs that draw for requests with constraints. "layers": graphs of layers alone. "layers of
+trees": those of steps that verify trees. "linear": graphs with linear caches (tensorrt/native.py).
 """
 
 Giver = Literal["draws", "verifies", "trees", "makes", "shapes", "scores", "goes on", "hidden states", "constraints"]
@@ -119,6 +121,8 @@ INPUTS = {
     row.name: row
     for row in (
         GraphInput("attn.cu_q_lens", (STARTS,), _i32, taker="layers"),
+        GraphInput("attn.tree_base", ("B",), _i32, taker="layers of trees"),
+        GraphInput("attn.ancestors", ("T", "depth"), _i32, fill=-1, taker="layers of trees"),
         GraphInput("input_ids", ("T",), _i64, values=(0, "id")),
         GraphInput("hidden_states", ("T", "width"), None, taker="hidden states"),
         GraphInput("attn.kv_lens", ("B",), _i32, fill=None, values=(1, "slots")),
@@ -184,14 +188,19 @@ def input_names(step: Step, uniform: bool = False, grouped: bool = False, constr
         "trees": step.takes_trees,
         "constraints": constraints,
         "layers": False,
+        "layers of trees": False,
         "linear": False,  # TensorRT's network gets it in addition to those of the step's graph
     }
     return tuple(name for name, row in INPUTS.items() if takes[row.taker] and not (uniform and row.known_if_uniform))
 
 
-def layer_inputs(names: Sequence[str]) -> list[str]:
-    """Names of the tensors that a graph of layers takes, if graphs of the whole step take `names`."""
-    return [name for name, row in INPUTS.items() if row.part == "attn" and (name in names or row.taker == "layers")]
+def layer_inputs(names: Sequence[str], trees: bool = False) -> list[str]:
+    """Names of the tensors that a graph of layers takes, if graphs of the whole step take `names`.
+
+    trees: the step verifies trees.
+    """
+    takers = ("layers", "layers of trees") if trees else ("layers",)
+    return [name for name, row in INPUTS.items() if row.part == "attn" and (name in names or row.taker in takers)]
 
 
 def output_names(step: Step, constraints: bool = False) -> tuple[str, ...]:

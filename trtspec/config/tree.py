@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from trtspec.errors import ConfigError
 
@@ -139,6 +139,13 @@ class DynamicTree:
 
 
 Tree = DraftTree | DynamicTree
+
+
+def tree_of(data: Mapping[str, Any]) -> Tree:
+    """Return the tree whose fields, as plain data, are `data`. KeyError or TypeError if they are those of no tree."""
+    if "paths" in data:
+        return DraftTree(tuple(map(tuple, data["paths"])))
+    return DynamicTree(**data)
 
 
 def depth_of(parents: Sequence[int] | None) -> int | None:

@@ -93,17 +93,31 @@ class TreeTables(nn.Module, ABC):
         if spec.is_uniform:
             ancestors, shift = paths.flatten(0, 1), shifts.flatten()
         else:
-            request = attn.requests(T)  # [T]
-            node = torch.arange(T, device=request.device) - attn.cu_q_lens.long()[request]  # [T] row of its request
-            ancestors = paths[request, node.clamp(max=K)]
-            ancestors = torch.where((request >= spec.num_contexts)[:, None], ancestors, -1)
+            ancestors = _of_rows(paths, attn, spec.num_contexts, T)
             ends = (spec.draft_lens + 1).cumsum(0)  # [B]
             owners = spec.row_owners()  # [R]
             column = torch.arange(owners.shape[0], device=owners.device) - (ends - spec.draft_lens - 1)[owners]
             shift = shifts[owners, column.clamp(max=K)]
         sampling = replace(spec.sampling, positions=spec.sampling.positions + shift)
-        attn = replace(attn, tree_base=attn.kv_lens - spec.draft_lens, ancestors=ancestors)
-        return replace(inputs, attn=attn, spec=replace(spec, sampling=sampling))
+        return replace(self.with_ancestors(inputs, ancestors), spec=replace(spec, sampling=sampling))
+
+    @staticmethod
+    def with_ancestors(inputs: StepInputs, ancestors: Tensor) -> StepInputs:
+        """Return the inputs with the nodes of a tree in place for layers alone. Rows still draw for those of a chain.
+
+        ancestors: see AttnMetadata.
+        """
+        attn = inputs.attn
+        return replace(inputs, attn=replace(attn, tree_base=attn.kv_lens - inputs.spec.draft_lens, ancestors=ancestors))
+
+    def ancestors(self, inputs: StepInputs) -> Tensor:
+        """Return AttnMetadata.ancestors of any ragged batch, also without drafts: [T, depth of the tree] int32."""
+        attn, spec, T = inputs.attn, inputs.spec, inputs.input_ids.shape[0]
+        if spec.runtime_draft_len == 0:
+            return attn.kv_lens.new_full((T, self.tree.depth), -1)
+        paths = self.shape(spec).paths
+        paths = F.pad(paths, (0, self.tree.depth - paths.shape[2]), value=-1)
+        return _of_rows(paths.expand(attn.batch_size, -1, -1), attn, spec.num_contexts, T)
 
     def accepted(self, sampled: Tensor, spec: SpecMetadata) -> Verdict:
         """Accept strictly along the tree; see `accept_path`. sampled: [R], the target's own draw at each logits row."""
@@ -228,6 +242,14 @@ class DynamicTables(TreeTables):
         count: int,
     ) -> Drafts:
         return grow_tree(self.tree.top_k, self.tree.depth_of(count), count, hidden, attn, sampling, run, children)
+
+
+def _of_rows(paths: Tensor, attn: AttnMetadata, num_contexts: int, num_rows: int) -> Tensor:
+    """Return the path of each packed row's node, [T, depth] int32; -1 in rows of contexts. paths: [B, K+1, depth]."""
+    request = attn.requests(num_rows)  # [T]
+    node = torch.arange(num_rows, device=request.device) - attn.cu_q_lens.long()[request]  # [T] row of its request
+    rows = paths[request, node.clamp(max=paths.shape[1] - 1)]
+    return torch.where((request >= num_contexts)[:, None], rows, -1)
 
 
 def accept_path(

@@ -78,7 +78,7 @@ def compile_step(
             names, kv = input_names(step, uniform, constraints=constraints), example_kv(step, example, block_size)
             graph = Graph(f"{kind}_k{K}.pt2", K, uniform, names)
             if isinstance(step, DecodeStep) and blocks:
-                own = [name for name in layer_inputs(names) if name not in names]
+                own = [name for name in layer_inputs(names, step.tree is not None) if name not in names]
                 graph = replace(graph, inputs=(*own, *names))
                 add(export_epilogue(step, example, names, kv), graph.file)
             else:
@@ -111,7 +111,10 @@ def _add_blocks(
     """Add the graphs of layers and return the lookup before them; None if the decoder is not cut."""
     if not isinstance(step, DecodeStep) or not blocks:
         return None
-    names, example = input_names(step, constraints=constraints), example_for(step, 0, block_size, False, constraints)
+    names, K = input_names(step, constraints=constraints), 0 if step.tree is None else step.tree.tree.num_nodes
+    example = example_for(step, K, block_size, False, constraints)
+    if step.tree is not None:
+        example = step.tree.with_ancestors(example, step.tree.ancestors(example))
     kv = example_kv(step, example, block_size)
     for block in {block.file: block for block in reversed(blocks)}.values():  # the first block of each file
         report(f"graph of {block.count} layers")

@@ -33,12 +33,9 @@ _SIZES = range(2, 9)  # possible numbers of layers in a block; the last block ma
 def blocks_of(step: Step) -> tuple[Block, ...]:
     """Return the blocks into which a step's decoder is cut.
 
-    () if it is not cut: it has too few layers, draft layers read the target's KV, or drafts are a tree. A tree's nodes
-    have their places and masks in the layers, and their KV is moved after them.
+    () if it is not cut: it has too few layers, or draft layers read the target's KV.
     """
     if not isinstance(step, DecodeStep) or len(step.decoder.layers) < LEAST_LAYERS or step.reads_target_kv:
-        return ()
-    if step.tree is not None:
         return ()
     kinds = [_kind(step, layer) for layer in range(len(step.decoder.layers))]
     size = min(_SIZES, key=lambda size: _cost(kinds, size))
@@ -76,6 +73,14 @@ def read_layers(step: DecodeStep) -> tuple[int, ...]:
     return tuple(sorted({layer for layer in step.read_layers if layer >= 0} | {len(step.decoder.layers) - 1}))
 
 
+def epilogue_kv(step: DecodeStep) -> int:
+    """Return the first KV layer that the epilogue takes.
+
+    It takes those of draft layers. If drafts are a tree it takes all, as it puts the accepted path in line.
+    """
+    return len(step.decoder.layers) if step.tree is None else 0
+
+
 def _cost(kinds: Sequence[Any], size: int) -> float:
     """Cost of blocks of `size` layers, in units of one compiled layer.
 
@@ -102,9 +107,10 @@ def export_block(
     """Export a block: x [T, H], tensors of layer_inputs, KV -> the residual stream after its last layer.
 
     all_streams: return the stream after each layer. names: input names of a ragged graph, for which `example` is made.
+    The nodes of its trees are in place (TreeTables.lines).
     """
     dims, own = open_sizes(), list(kv[block.first : block.first + block.count])
-    rows = graph_inputs(example, layer_inputs(names))
+    rows = graph_inputs(example, layer_inputs(names, step.tree is not None))
     shapes = ({0: dims["T"]}, open_shapes(rows, {**dims, STARTS: dims["B"] + 1}), kv_shapes(len(own)))
     return export(_Layers(step, block, all_streams), (_stream(step, example), rows, own), shapes)
 
@@ -112,10 +118,13 @@ def export_block(
 def export_epilogue(
     step: DecodeStep, example: StepInputs, names: Sequence[str], kv: Sequence[KVLayer]
 ) -> ExportedProgram:
-    """Export the epilogue: tensors of `names`, streams after read_layers, KV of draft layers -> the step's outputs."""
+    """Export the epilogue: tensors of `names`, streams after read_layers, KV -> the step's outputs.
+
+    The KV is that of `epilogue_kv`.
+    """
     tensors, dims = graph_inputs(example, names), open_sizes()
     streams = [_stream(step, example) for _ in read_layers(step)]
-    own = list(kv[len(step.decoder.layers) :])
+    own = list(kv[epilogue_kv(step) :])
     shapes = (open_shapes(tensors, dims), [{0: dims["T"]}] * len(streams), kv_shapes(len(own)))
     return export(_Epilogue(step, example.spec.next_draft_len), (tensors, streams, own), shapes)
 
@@ -163,7 +172,7 @@ class _Epilogue(nn.Module):
         self.given = [_Given() for _ in step.decoder.layers]
         self.read = [self.given[layer] for layer in read_layers(step)]
         self.step = _with_layers(step, self.given)
-        self.before: list[Any] = [None] * len(self.given)  # KV of the decoder's layers
+        self.before: list[Any] = [None] * epilogue_kv(step)  # KV of the layers whose KV it does not take
         self.next_draft_len = next_draft_len
 
     def forward(self, tensors: dict[str, Tensor], streams: list[Tensor], kv: list[KVLayer]) -> dict[str, Tensor]:

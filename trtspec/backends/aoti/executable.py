@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from trtspec.backends.aoti.package import Run, load_graph, loading, unpack
-from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph
+from trtspec.backends.compiled import CONSTANTS, WEIGHTS, Block, CompiledExecutable, Graph, LoadedGraph
 from trtspec.backends.graph_io import INPUTS, layer_inputs
 from trtspec.backends.weight_file import load_weight_file
+from trtspec.core import StepInputs
 from trtspec.kv.memory import keep_freed_memory
+from trtspec.methods.tree import TreeTables
 from trtspec.ops import GraphUse, kernel_threads, open_row, packed_embedding, runs_graphs
 
 _ALONE = 2**15  # elements that torch copies in the calling thread, without waking others
@@ -34,10 +36,29 @@ class AotiExecutable(CompiledExecutable):
     def _load(self, folder: Path) -> Mapping[Graph, Run]:
         keep_freed_memory()
         self._weights = load_constants(folder)  # graphs point into this memory
+        tree = self.compiled.tree if self.compiled.blocks else None
+        self._tree = None if tree is None else TreeTables.of(tree)
+        self._last_ancestors: tuple[Tensor, int, int, Tensor] | None = None
         if self.compiled.blocks:
             self._layers = self._load_layers(folder)
         load = self._load_cut if self.compiled.blocks else self._load_whole
         return {graph: load(folder, graph) for graph in self.compiled.graphs}
+
+    def _checked(self, inputs: StepInputs) -> tuple[LoadedGraph, list[Tensor]]:
+        """Check and choose as the base class does, after the nodes of trees got their places for graphs of layers."""
+        if self._tree is not None:
+            inputs = self._tree.with_ancestors(inputs, self._ancestors(self._tree, inputs))
+        return super()._checked(inputs)
+
+    def _ancestors(self, tree: TreeTables, inputs: StepInputs) -> Tensor:
+        """Return tree.ancestors(inputs), those of the last launch if neither the tree nor the rows changed."""
+        starts, contexts, K = inputs.attn.cu_q_lens, inputs.spec.num_contexts, inputs.spec.runtime_draft_len
+        last = self._last_ancestors
+        if last is not None and last[0] is starts and last[1:3] == (contexts, K):
+            return last[3]
+        ancestors = tree.ancestors(inputs)
+        self._last_ancestors = None if tree.is_dynamic else (starts, contexts, K, ancestors)
+        return ancestors
 
     def _load_whole(self, folder: Path, graph: Graph) -> Run:
         return load_graph(folder / graph.file, self._weights, self._flat_kv)
@@ -85,10 +106,11 @@ class AotiExecutable(CompiledExecutable):
         """Return a function that runs the lookup, the blocks of layers and the epilogue, one after the other."""
         lookup, layers, read = self._lookup(), self._layers, self.compiled.read_layers
         last = self.compiled.blocks[-1]
-        epilogue = load_graph(folder / graph.file, self._weights, self._flat_kv[2 * (last.first + last.count) :])
+        first = last.first + last.count if self.compiled.tree is None else 0  # a tree's KV is moved in all layers
+        epilogue = load_graph(folder / graph.file, self._weights, self._flat_kv[2 * first :])
         ids = graph.inputs.index("input_ids")
         rows = [graph.inputs.index(name) for name in layer_inputs(graph.inputs)]
-        alone = [name for name in graph.inputs if INPUTS[name].taker == "layers"]
+        alone = [name for name in graph.inputs if INPUTS[name].taker in ("layers", "layers of trees")]
         assert graph.inputs[: len(alone)] == tuple(alone)
         after = slice(len(alone), None)
         ends = [block.first + block.count - 1 for block in self.compiled.blocks]
