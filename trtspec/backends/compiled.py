@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trtspec.backends.graph_io import INPUTS, STARTS, GraphInput, graph_reader, output_names, step_outputs
+from trtspec.backends.graph_io import INPUTS, STARTS, graph_reader, output_names, step_outputs
 from trtspec.config.tree import Tree, tree_of
 from trtspec.core import KVLayer, KVSpec, SpecMetadata, StepInputs, StepOutputs
 from trtspec.errors import CheckpointError, DependencyError, EngineError
@@ -168,6 +168,10 @@ class CompiledStep:
             ) from error
 
 
+KEPT = 64
+"""Numbers of rows for which a graph keeps tensors that replace unused inputs."""
+
+
 class LoadedGraph:
     """A graph in memory, with the properties that its inputs must have.
 
@@ -185,9 +189,19 @@ class LoadedGraph:
         self.read = graph_reader(graph.inputs)
         rows = [INPUTS[name] for name in graph.inputs]
         self.dtypes = [row.dtype or dtype for row in rows]
-        self.optional = [(i, row) for i, row in enumerate(rows) if row.user]
+        self._optional = [(i, row) for i, row in enumerate(rows) if row.user]
+        self._unused: dict[int, list[tuple[int, Tensor]]] = {}
         self.ranges = [(i, row.values[0], highest[row.values[1]]) for i, row in enumerate(rows) if row.values]
         self.last_shapes: list[torch.Size] = []  # shapes of the last inputs that passed the check
+
+    def unused(self, rows: int) -> list[tuple[int, Tensor]]:
+        """Number of each optional input, and the tensor that replaces it if none of so many logits rows uses it."""
+        found = self._unused.get(rows)
+        if found is None:
+            if len(self._unused) == KEPT:
+                self._unused.clear()
+            found = self._unused[rows] = [(i, row.unused(rows)) for i, row in self._optional]
+        return found
 
 
 class CompiledExecutable(ABC):
@@ -208,7 +222,6 @@ class CompiledExecutable(ABC):
         # uniform graphs first: their inputs take less work to prepare, and they run faster
         self._graphs.sort(key=lambda graph: (graph.draft_len, not graph.uniform))
         self._last_layout: tuple[tuple[Tensor, ...], list[int], tuple[int, ...], bool] = (), [], (), False
-        self._unused: dict[str, Tensor] = {}
 
     @classmethod
     def check(cls, compiled: CompiledStep) -> None:
@@ -258,10 +271,9 @@ class CompiledExecutable(ABC):
         """Return the graph to run and its checked input tensors."""
         graph = self._graph_for(inputs)
         tensors = list(graph.read(inputs))
-        rows = inputs.spec.gather_ids.shape[0]
-        for i, row in graph.optional:
-            if tensors[i].numel() == 0:
-                tensors[i] = self._filled(row, rows)
+        for i, unused in graph.unused(inputs.spec.gather_ids.shape[0]):
+            if not tensors[i].numel():
+                tensors[i] = unused
         dtypes = [tensor.dtype for tensor in tensors]
         if dtypes != graph.dtypes or not all(map(Tensor.is_contiguous, tensors)):
             for name, tensor, dtype in zip(graph.names, tensors, graph.dtypes, strict=True):
@@ -325,12 +337,6 @@ class CompiledExecutable(ABC):
         uniform = generations and set(drafts) == {K} and set(counts) == {K + 1} and gathered == list(range(rows))
         self._last_layout = tensors, versions, sizes, uniform
         return uniform
-
-    def _filled(self, row: GraphInput, rows: int) -> Tensor:
-        held = self._unused.get(row.name)
-        if held is None or held.shape[0] != rows:
-            held = self._unused[row.name] = row.unused(rows)
-        return held
 
     def _outputs(self, named: dict[str, Tensor], spec: SpecMetadata) -> StepOutputs:
         return step_outputs(named, spec.next_draft_len)
