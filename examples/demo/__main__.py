@@ -55,6 +55,7 @@ ASSISTANT_MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = 
     "ngram": ("n-gram", "assistant", ngram(ASSISTANT_K)),
     "suffix": ("suffix", "assistant", suffix(ASSISTANT_K)),
     "eagle3": ("EAGLE3", "assistant-eagle3"),
+    "eagle3-tree": ("EAGLE3 tree", "assistant-tree"),
     "eagle3+lookup": ("EAGLE3+lookup", "assistant-eagle3", {"sa_config": {}}),
 }
 QUESTIONS = (

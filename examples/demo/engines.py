@@ -38,14 +38,12 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 }
 """Speculation of the engines of the small models, which are shipped."""
 
+ASSISTANT_TREE = "[(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]"
+_HEAD = {"method": "eagle3", "model": str(HEAD), "quantization": "int8"}
 ASSISTANT: dict[str, dict[str, Any] | None] = {
     "assistant": None,
-    "assistant-eagle3": {
-        "method": "eagle3",
-        "model": str(HEAD),
-        "num_speculative_tokens": ASSISTANT_K,
-        "quantization": "int8",
-    },
+    "assistant-eagle3": {**_HEAD, "num_speculative_tokens": ASSISTANT_K},
+    "assistant-tree": {**_HEAD, "speculative_token_tree": ASSISTANT_TREE},
 }
 """Speculation of the engines of the assistant, which is downloaded."""
 
