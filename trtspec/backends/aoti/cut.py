@@ -107,7 +107,7 @@ def export_block(
     """Export a block: x [T, H], tensors of layer_inputs, KV -> the residual stream after its last layer.
 
     all_streams: return the stream after each layer. names: input names of a ragged graph, for which `example` is made.
-    The nodes of its trees are in place (TreeTables.lines).
+    The nodes of its trees are in place (TreeTables.ancestors).
     """
     dims, own = open_sizes(), list(kv[block.first : block.first + block.count])
     rows = graph_inputs(example, layer_inputs(names, step.tree is not None))
