@@ -280,7 +280,13 @@ def test_capture_layers_plan_speculation() -> None:
 
 def test_tree_is_sorted_by_length_then_path() -> None:
     assert parse_tree("[(0,1), (1,), (0,0), (0,), (1,0), (1,1)]") == ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))
-    assert decide({**NGRAM, "speculative_token_tree": "[(0,0,0),(0,),(0,0)]"}).num_speculative_tokens == 3
+
+
+def test_a_chain_that_is_written_as_a_tree_is_that_chain() -> None:
+    """The plans are equal, so the graphs and the time of a step are too."""
+    written = decide({**NGRAM, "speculative_token_tree": "[(0,0,0),(0,),(0,0)]"})
+    assert written.tree is None
+    assert written == decide({**NGRAM, "num_speculative_tokens": 3})
 
 
 def test_an_mlp_speculator_runs_on_one_rank() -> None:
