@@ -277,7 +277,10 @@ def test_forced_acceptance_keeps_first_children(models: Path) -> None:
 
 def test_a_gate_may_leave_as_many_nodes_as_the_tree_is_deep(models: Path) -> None:
     """A step of 3 nodes at depth 1 has the shapes of a chain of 3, and is none. The fast path takes it as a tree."""
-    cases = [Case([3, 4, 5 + i], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) for i in range(6)]
+    cases = [
+        Case([3, 4, 5 + i], SamplingParams(temperature=0.0, max_tokens=40 if i < 4 else 80, ignore_eos=True))
+        for i in range(6)
+    ]
     with LLM(models / "target", **LIMITS) as llm:
         plain = run_alone(llm.engine, cases)
     wishes = {**speculation("eagle3", models), "draft_len_schedule": {2: 3, 8: 1}}
