@@ -62,9 +62,6 @@ def test_parents_come_first_and_paths_end_with_their_node(tree: DraftTree) -> No
         assert tree.paths[node][:-1] == (tree.paths[parent] if parent >= 0 else ())
 
 
-# --- acceptance -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tree", [None, SEVEN, DynamicTree(3, 9, 2)])
 def test_a_compiled_step_keeps_its_tree(tree: Tree | None) -> None:
     """Folders of older versions say nothing of a tree."""
@@ -100,6 +97,9 @@ def test_rows_of_layers_have_the_paths_of_their_nodes(is_dynamic: bool, tree: Dr
     for count in counts:
         paths += [(tree.path(node) + [-1] * tree.depth)[: tree.depth] for node in range(-1, count)]
     assert tables.ancestors(StepInputs(ids, attn, spec)).tolist() == paths
+
+
+# --- acceptance -------------------------------------------------------------------------------------------------------
 
 
 def walk(tree: DraftTree, drafts: Sequence[int], count: int, sampled: Sequence[int], forced: int) -> list[int]:
