@@ -64,24 +64,21 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
 template <class T, class Unit>
 void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ahead<T>& ahead) {
   const int64_t dim = rows.args.head_dim, whole_units = dim / elements_per<Unit> / LANES * LANES;
+  const T* const cache = static_cast<const T*>(rows.args.k_cache.data);
   for (int key = 0; key < tile.end; key += LANES) {
     ahead.keys(LANES);
-    ahead.values(LANES);
-    const T* heads[LANES];
+    const int64_t* const places = tile.places + key;
     const bool whole = key >= tile.first && key + LANES <= tile.end;
-    for (int i = 0; i < LANES; ++i) {
-      const bool within = whole || (key + i >= tile.first && key + i < tile.end);
-      heads[i] = within ? rows.cached<T>(rows.args.k_cache, tile.slots[key + i]) : nullptr;
-    }
     for (int64_t unit = 0; unit < units; unit += LANES) {
       Vec square[LANES];
       if (whole && unit < whole_units) {
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i) square[i] = load_whole_units<Unit>(heads[i], unit);
+        for (int i = 0; i < LANES; ++i) square[i] = load_whole_units<Unit>(cache + places[i], unit);
       } else {
-#pragma GCC unroll 16
-        for (int i = 0; i < LANES; ++i)
-          square[i] = heads[i] == nullptr ? Vec{} : load_units<Unit>(heads[i], unit, dim);
+        for (int i = 0; i < LANES; ++i) {
+          const bool within = key + i >= tile.first && key + i < tile.end;
+          square[i] = within ? load_units<Unit>(cache + places[i], unit, dim) : Vec{};
+        }
       }
       transpose(square);
       // keys [key, key + LANES) of units [unit, unit + LANES)
@@ -169,9 +166,9 @@ INLINE float weigh(float* line, uint64_t seen, float& top, float* total) {
 // first line's sums are not all finite, all lines are done again, without keys that they do not see.
 template <int L, int C, class T>
 INLINE void add_columns(const Rows& rows, const Tile& tile, float* sums, int64_t width, const Scores<L>& weights,
-                        const uint64_t* seen, const float (&shares)[L], int64_t d) {
+                        const uint64_t* seen, const float (&shares)[L], int64_t d, Ahead<T>& ahead) {
   const auto values = [&](int key, Vec (&to)[C]) __attribute__((always_inline)) {
-    const T* from = rows.cached<T>(rows.args.v_cache, tile.slots[key]);
+    const T* from = rows.cached<T>(rows.args.v_cache, tile.places[key]);
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c)
       to[c] = C > 1 ? load(from + d + c * LANES) : load_units<float>(from, d, rows.args.head_dim);
@@ -182,6 +179,7 @@ INLINE void add_columns(const Rows& rows, const Tile& tile, float* sums, int64_t
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) added[l][c] = Vec{};
   for (int key = tile.first; key < tile.end; ++key) {
+    ahead.values(1);
     values(key, value);
 #pragma GCC unroll 8
     for (int l = 0; l < L; ++l)
@@ -211,16 +209,16 @@ INLINE void add_columns(const Rows& rows, const Tile& tile, float* sums, int64_t
 
 template <int L, class T>
 INLINE void add_values(const Rows& rows, const Tile& tile, float* sums, int64_t width, const Scores<L>& weights,
-                       const uint64_t* seen, const float (&shares)[L]) {
+                       const uint64_t* seen, const float (&shares)[L], Ahead<T>& ahead) {
   int64_t d = 0;
   for (; d + COLUMNS * LANES <= rows.args.head_dim; d += COLUMNS * LANES)
-    add_columns<L, COLUMNS, T>(rows, tile, sums, width, weights, seen, shares, d);
-  for (; d < width; d += LANES) add_columns<L, 1, T>(rows, tile, sums, width, weights, seen, shares, d);
+    add_columns<L, COLUMNS, T>(rows, tile, sums, width, weights, seen, shares, d, ahead);
+  for (; d < width; d += LANES) add_columns<L, 1, T>(rows, tile, sums, width, weights, seen, shares, d, ahead);
 }
 
 // Attend with lines [line, line + L) to the tile in the workspace.
 template <int L, class T, class Unit>
-void attend_lines(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, int64_t line) {
+void attend_lines(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, int64_t line, Ahead<T>& ahead) {
   alignas(64) Scores<L> scores = {};
   float shares[L];
   const uint64_t* seen = work.seen + line;
@@ -228,7 +226,7 @@ void attend_lines(const Rows& rows, const Workspace<Unit>& work, const Tile& til
   if (rows.args.softcap > 0) cap(scores[0], L * TILE, rows.args.softcap);
   for (int l = 0; l < L; ++l)
     shares[l] = weigh(scores[l], seen[l], work.tops[line + l], work.totals + (line + l) * LANES);
-  add_values<L, T>(rows, tile, work.sums + line * work.width, work.width, scores, seen, shares);
+  add_values<L, T>(rows, tile, work.sums + line * work.width, work.width, scores, seen, shares, ahead);
 }
 
 // Return whether one of the lines sees a key of the tile. A tile of which it sees none does not change a line.
@@ -239,18 +237,19 @@ INLINE bool sees_any(const uint64_t* seen, int64_t count) {
 }
 
 // Attend with all lines to the tile, as many at a time as the registers hold.
-template <class T, class Unit> void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile) {
+template <class T, class Unit>
+void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, Ahead<T>& ahead) {
   for (int64_t line = 0, count; line < rows.lines(); line += count) {
     const int64_t left = rows.lines() - line;
     count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
     if (!sees_any(work.seen + line, count)) continue;
     switch (count) {
-      case 1: attend_lines<1, T>(rows, work, tile, line); break;
-      case 2: attend_lines<2, T>(rows, work, tile, line); break;
-      case 3: attend_lines<3, T>(rows, work, tile, line); break;
-      case 4: attend_lines<4, T>(rows, work, tile, line); break;
-      case 5: attend_lines<5, T>(rows, work, tile, line); break;
-      default: attend_lines<LINES, T>(rows, work, tile, line);
+      case 1: attend_lines<1, T>(rows, work, tile, line, ahead); break;
+      case 2: attend_lines<2, T>(rows, work, tile, line, ahead); break;
+      case 3: attend_lines<3, T>(rows, work, tile, line, ahead); break;
+      case 4: attend_lines<4, T>(rows, work, tile, line, ahead); break;
+      case 5: attend_lines<5, T>(rows, work, tile, line, ahead); break;
+      default: attend_lines<LINES, T>(rows, work, tile, line, ahead);
     }
   }
 }
@@ -313,7 +312,7 @@ template <class T> class InVectors {
     turn_keys<T>(rows, tile, work.keys, work.units, ahead);
   }
 
-  void attend(const Rows& rows, const Tile& tile) const { attend_tile<T>(rows, work, tile); }
+  void attend(const Rows& rows, const Tile& tile, Ahead<T>& ahead) const { attend_tile<T>(rows, work, tile, ahead); }
 
   const Workspace<Unit> work;
 };
@@ -348,9 +347,9 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
       if (by_path && !sees_any(work.seen, rows.lines())) continue;
       if (by_path && path >= 0) tile = rows.tile_of_path(start, path);
       how.bring_in(rows, tile, ahead);
-      ahead.rest();
-      how.attend(rows, tile);
+      how.attend(rows, tile, ahead);
     }
+    ahead.rest();
   }
   finish<T>(rows, work);
 }

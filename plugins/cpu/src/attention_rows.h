@@ -14,7 +14,7 @@ constexpr int TILE = 64;  // number of keys. A row's bits follow from it; masks 
 struct Tile {
   int64_t start;
   int first, end;
-  int64_t slots[TILE];
+  int64_t places[TILE];  // of the keys' heads: elements from the start of the cache, of K as of V
   bool scattered;  // keys may be at any place, even within a block
 };
 
@@ -92,15 +92,17 @@ struct Rows {
     return bits;
   }
 
-  // Return the tile at `start`: the keys [first, end) that some row may see, and their slots.
+  // Return the tile at `start`: the keys [first, end) that some row may see, and their places.
   INLINE Tile tile(int64_t start) const {
     Tile tile = bounds(start, highest + 1);
     const int32_t* table = args.block_tables + piece.request * args.table_step;
-    for (int i = tile.first; i < tile.end;) {
-      // the rest of a block, slots [slot, slot + left), up to the end of the tile
-      const int64_t slot = cache_slot(table, args.table_columns, args.block_size, start + i);
-      const int64_t left = args.block_size - (start + i) % args.block_size;
-      for (int64_t j = 0; j < left && i < tile.end; ++j) tile.slots[i++] = slot + j;
+    int64_t column = (start + tile.first) / args.block_size, within = start + tile.first - column * args.block_size;
+    for (int i = tile.first; i < tile.end; ++column, within = 0) {
+      // the rest of a block, up to the end of the tile
+      const int64_t block = column < args.table_columns ? table[column] : 0, left = args.block_size - within;
+      const int end = left < tile.end - i ? i + int(left) : tile.end;
+      for (int64_t at = place(block * args.block_size + within); i < end; ++i, at += args.k_cache.row_step)
+        tile.places[i] = at;
     }
     return tile;
   }
@@ -112,8 +114,8 @@ struct Rows {
     const int32_t* table = args.block_tables + piece.request * args.table_step;
     const int64_t base = args.tree_base[piece.request];
     for (int i = tile.first; i < tile.end; ++i) {
-      const int64_t key = start + i, place = key < base ? key : base + ancestors(row)[key - base];
-      tile.slots[i] = cache_slot(table, args.table_columns, args.block_size, place);
+      const int64_t key = start + i, at = key < base ? key : base + ancestors(row)[key - base];
+      tile.places[i] = place(cache_slot(table, args.table_columns, args.block_size, at));
     }
     return tile;
   }
@@ -147,8 +149,12 @@ struct Rows {
     return tile;
   }
 
-  template <class T> INLINE const T* cached(const Heads& cache, int64_t slot) const {
-    return static_cast<const T*>(cache.data) + slot * cache.row_step + piece.kv_head * cache.head_step;
+  // Place of this piece's head in a slot. Both caches have one layout.
+  INLINE int64_t place(int64_t slot) const {
+    return slot * args.k_cache.row_step + piece.kv_head * args.k_cache.head_step;
+  }
+  template <class T> INLINE const T* cached(const Heads& cache, int64_t place) const {
+    return static_cast<const T*>(cache.data) + place;
   }
   // line = row * G + index of the line's query head in the group
   INLINE int64_t query_head(int64_t line) const { return piece.kv_head * group + line % group; }
@@ -171,12 +177,17 @@ template <class T> class Ahead {
 
  private:
   INLINE void ask(const Heads& cache, int& next, int count) {
+    if (rows_.args.prefetches_to_l2) ask_for<2>(cache, next, count);
+    else ask_for<3>(cache, next, count);
+  }
+
+  template <int locality> INLINE void ask_for(const Heads& cache, int& next, int count) {
+    const auto* const data = static_cast<const T*>(cache.data);
     const int64_t bytes = rows_.args.head_dim * int64_t(sizeof(T));
-    for (; next < tile_.end && count > 0; ++next, --count) {
-      const char* head = reinterpret_cast<const char*>(rows_.cached<T>(cache, tile_.slots[next]));
-      for (int64_t at = 0; at < bytes; at += 64)
-        if (rows_.args.prefetches_to_l2) __builtin_prefetch(head + at, 0, 2);
-        else __builtin_prefetch(head + at);
+    const int stop = tile_.end - next < count ? tile_.end : next + count;
+    for (; next < stop; ++next) {
+      const char* const head = reinterpret_cast<const char*>(data + tile_.places[next]);
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(head + at, 0, locality);
     }
   }
 

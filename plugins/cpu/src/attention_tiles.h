@@ -39,7 +39,7 @@ inline uint64_t pair_values(const Rows& rows, const Tile& tile, BFloat16Pair* pa
   const int64_t dim = rows.args.head_dim;
   const auto value = [&](int key) {
     const bool within = key >= tile.first && key < tile.end;
-    return within ? rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]) : nullptr;
+    return within ? rows.cached<BFloat16>(rows.args.v_cache, tile.places[key]) : nullptr;
   };
   alignas(64) uint16_t from[2][2 * LANES];  // indices for pairs: of the lower 16 elements of two keys, then the upper
   for (int i = 0; i < 2 * LANES; ++i) from[0][i] = i / 2 + i % 2 * 32, from[1][i] = from[0][i] + LANES;
@@ -210,7 +210,8 @@ class InTiles {
     unusable_ = pair_values(rows, tile, pairs_, work.width, ahead);
   }
 
-  void attend(const Rows& rows, const Tile& tile) const {
+  void attend(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) const {
+    ahead.rest();
     for (int64_t line = 0; line < rows.lines(); line += SIDE) {
       const int64_t count = rows.lines() - line < SIDE ? rows.lines() - line : SIDE;
       if (sees_any(work.seen + line, count)) attend_side(rows, tile, line, count);
@@ -234,13 +235,13 @@ class InTiles {
       keys_[side] = {copies, work.units * int64_t(sizeof(BFloat16Pair))};
       if (first >= begin + SIDE || first >= tile.end) continue;
       if (as_they_lie) {
-        keys_[side] = {rows.cached<BFloat16>(args.k_cache, tile.slots[first] - (first - begin)),
+        keys_[side] = {rows.cached<BFloat16>(args.k_cache, tile.places[first] - (first - begin) * args.k_cache.row_step),
                        args.k_cache.row_step * int64_t(sizeof(BFloat16))};
         continue;
       }
       for (int key = first; key < begin + SIDE && key < tile.end; ++key)
         for (int64_t unit = 0; unit < work.units; unit += LANES) {
-          const BFloat16* const head = rows.cached<BFloat16>(args.k_cache, tile.slots[key]);
+          const BFloat16* const head = rows.cached<BFloat16>(args.k_cache, tile.places[key]);
           const Vec loaded = load_units<BFloat16Pair>(head, unit, args.head_dim);
           std::memcpy(copies + (key - begin) * work.units + unit, &loaded, sizeof loaded);
         }
@@ -278,7 +279,7 @@ class InTiles {
 
   // sums += weight * value, for a key whose numbers are not all finite.
   void add_value(const Rows& rows, const Tile& tile, int key, const float* weights, float* sums) const {
-    const BFloat16* const from = rows.cached<BFloat16>(rows.args.v_cache, tile.slots[key]);
+    const BFloat16* const from = rows.cached<BFloat16>(rows.args.v_cache, tile.places[key]);
     for (int64_t d = 0; d < work.width; d += LANES)
       store(sums + d, fma(splat(weights[key]), load_units<float>(from, d, rows.args.head_dim), load(sums + d)));
   }
