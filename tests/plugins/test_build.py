@@ -114,7 +114,8 @@ def test_without_a_compiler_the_build_says_what_to_install(
 def test_compiled_graphs_find_every_op_they_declare() -> None:
     declared = graph_calls()
     linears, sampling = {"packed_linear", "packed_embedding"}, {"process_logits", "spec_sample", "spec_accept"}
-    assert set(declared) == linears | sampling | {"spec_attention_", "kv_compact_"}
+    layers = {"spec_attention_", "rms_norm", "rotate_heads", "packed_swiglu"}
+    assert set(declared) == linears | sampling | layers | {"kv_compact_"}
     for name, line in declared.items():
         schema = getattr(torch.ops.trtspec, name).default._schema
         parameters = line[line.index("(") + 1 : -1].split(",")

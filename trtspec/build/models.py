@@ -61,12 +61,12 @@ class ModelLoader:
 
     def _module(self, context: BuildContext, step: Step) -> LoadedModel:
         config, layers, dtype = context.config, step.kv_layers, step.like.dtype
+        as_ops(step)
         if self.gpu is None:
             kv = allocate_layers(layers, self.num_blocks, config.block_size, dtype)
             timed = TimedExecutable(EagerExecutable(step, kv), step.weight_bytes_per_step, kv_nbytes(kv))
             return LoadedModel(timed, step=step)
         step.to(self.gpu.device)
-        as_ops(step)
         kv = allocate_on(self.gpu.device, layers, self.num_blocks, config.block_size, dtype)
         is_target = context.role == "target"
         compiled = module_graphs(step, _module_draft_lens(context, step), context.cuda_graphs, is_target)

@@ -158,7 +158,7 @@ class Attention(nn.Module):
 def as_ops(model: nn.Module) -> None:
     """Make all norms, gated MLPs and attention layers of a model call an op for what is neither linear nor attention.
 
-    A GPU that runs a model op by op then launches a kernel for each, instead of one for each of torch's operations.
+    Each is then one kernel, instead of one for each of torch's operations.
     """
     for module in model.modules():
         if isinstance(module, (RMSNorm, GatedMLP, Attention)):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +17,10 @@ from trtspec.models.specs import DecoderSpec
 from trtspec.ops import (
     packed_embedding,
     packed_linear,
+    packed_swiglu,
     packing,
     rms_norm,
     rms_norm_inline,
-    silu_mul,
     silu_mul_inline,
 )
 
@@ -124,18 +125,25 @@ class Linear(nn.Module):
         if self.training and not self.is_packed:
             out = F.linear(x, self.weight, self.bias)
             return out.float() if self.float_out else out
-        if self.order.numel():
-            x = x[:, self.order]
-        return packed_linear(
-            x,
-            self.weight,
-            self.bias,
-            scales=self.scales,
-            zeros=self.zeros,
-            x_scale=self.x_scale if self.x_scale.numel() else None,
-            out_features=self.out_features,
-            float_out=self.float_out,
-        )
+        return packed_linear(self._ordered(x), float_out=self.float_out, **self._weight())
+
+    def swiglu(self, x: Tensor) -> Tensor:
+        """Compute silu(gate) * up of the layer's results, whose first half are gates: [T, K] -> [T, N / 2]."""
+        return packed_swiglu(self._ordered(x), **self._weight())
+
+    def _ordered(self, x: Tensor) -> Tensor:
+        return x[:, self.order] if self.order.numel() else x
+
+    def _weight(self) -> dict[str, Any]:
+        """Arguments of the ops, other than x."""
+        return {
+            "weight": self.weight,
+            "bias": self.bias,
+            "scales": self.scales,
+            "zeros": self.zeros,
+            "x_scale": self.x_scale if self.x_scale.numel() else None,
+            "out_features": self.out_features,
+        }
 
 
 class PackedEmbedding(nn.Module):
@@ -184,7 +192,7 @@ class RMSNorm(nn.Module):
         else:
             self.register_buffer("weight", torch.full((size,), constant, dtype=_UNALLOCATED.get()), persistent=False)
         self.eps = eps
-        self.is_op = False  # True where a GPU runs the model op by op (`models.attention.as_ops`); ops/norm.py says why
+        self.is_op = False  # `models.attention.as_ops` sets it; ops/norm.py says where
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
@@ -203,7 +211,7 @@ class GatedMLP(nn.Module):
         self.is_op = False  # as in RMSNorm
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down((silu_mul if self.is_op else silu_mul_inline)(self.gate_up(x)))  # type: ignore[no-any-return]
+        return self.down(self.gate_up.swiglu(x) if self.is_op else silu_mul_inline(self.gate_up(x)))  # type: ignore[no-any-return]
 
 
 class RotaryTable(nn.Module):

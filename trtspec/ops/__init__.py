@@ -12,7 +12,7 @@ from trtspec.ops.dispatch import graph_calls, kernel_interface, load_plugins
 from trtspec.ops.elementwise import rotate_heads, rotate_heads_inline, silu, silu_mul, silu_mul_inline
 from trtspec.ops.embedding import packed_embedding
 from trtspec.ops.graphs import GraphUse, Lent, open_row, runs_graphs
-from trtspec.ops.linear import packed_linear
+from trtspec.ops.linear import packed_linear, packed_swiglu
 from trtspec.ops.logits import process_logits
 from trtspec.ops.norm import rms_norm, rms_norm_inline
 from trtspec.ops.sample import gumbel_noise, spec_sample
@@ -31,6 +31,7 @@ __all__ = [
     "open_row",
     "packed_embedding",
     "packed_linear",
+    "packed_swiglu",
     "process_logits",
     "rms_norm",
     "rms_norm_inline",

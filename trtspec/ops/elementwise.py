@@ -1,6 +1,6 @@
 """silu_mul and rotate_heads: small operations that take one launch each where a GPU runs a model op by op.
 
-Compiled steps leave them as torch operations, for the compiler to fuse. So do eager steps on the CPU.
+Steps call them as ops, or as torch operations, as with rms_norm (ops/norm.py).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trtspec.ops.dispatch import define
+from trtspec.ops.elementwise import silu_mul
 from trtspec.ops.packing import PANEL, unpack_groups, unpack_values
 from trtspec.ops.products import product
 
@@ -167,6 +168,42 @@ def packed_linear(
     scales = x.new_empty(0) if scales is None else scales
     zeros = x.new_empty(0) if zeros is None else zeros
     return cast(Tensor, _op(x, weight, scales, zeros, bias, x_scale, out_features, float_out))
+
+
+def _swiglu(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_features: int,
+) -> Tensor:
+    return silu_mul(cast(Tensor, _op(x, weight, scales, zeros, bias, x_scale, out_features, False)))
+
+
+_swiglu_op = define(
+    "packed_swiglu(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, Tensor? x_scale, "
+    "int out_features) -> Tensor",
+    _swiglu,
+    lambda x, weight, scales, zeros, bias, x_scale, out_features: x.new_empty(x.shape[0], out_features // 2),
+)
+
+
+def packed_swiglu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    zeros: Tensor,
+    x_scale: Tensor | None,
+    out_features: int,
+) -> Tensor:
+    """`silu_mul` of `packed_linear`, with the same bits: x [T, K] -> [T, out_features / 2] in x's dtype.
+
+    The first half of the weight's columns are gates, the others ups. Kernels need not store them.
+    """
+    return cast(Tensor, _swiglu_op(x, weight, scales, zeros, bias, x_scale, out_features))
 
 
 def _quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:

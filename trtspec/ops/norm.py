@@ -1,8 +1,8 @@
 """rms_norm: the only sum of floats in a model that is neither a linear nor attention.
 
-Compiled steps leave it as torch operations, for the compiler to fuse. Eager steps on the CPU do so too, as their rows
-have a fixed layout in any case. A GPU that runs op by op needs an op with a kernel: there, torch would split a row's
-sum by the number of rows.
+Steps that run op by op call it as an op. So do graphs that call kernels directly (backends/aoti). Other compilers get
+torch operations, which they fuse. On a GPU, torch would split a row's sum by the number of rows, so there must be a
+kernel.
 """
 
 from __future__ import annotations

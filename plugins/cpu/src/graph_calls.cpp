@@ -38,6 +38,18 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_linear(AtenTensorHandle x
   });
 }
 
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_swiglu(AtenTensorHandle x, AtenTensorHandle weight,
+                                                              AtenTensorHandle scales, AtenTensorHandle zeros,
+                                                              AtenTensorHandle* bias, AtenTensorHandle* x_scale,
+                                                              int64_t out_features, AtenTensorHandle* out) {
+  return guarded([&] {
+    const trtspec::OwnThreads own_threads;
+    *out = trtspec::packed_swiglu(tensor(x), tensor(weight), tensor(scales), tensor(zeros), optional_tensor(bias),
+                                  optional_tensor(x_scale), out_features)
+               .release();
+  });
+}
+
 AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_packed_embedding(AtenTensorHandle ids, AtenTensorHandle weight,
                                                                  AtenTensorHandle scales, AtenTensorHandle zeros,
                                                                  int64_t in_features, AtenTensorHandle* out) {
@@ -67,6 +79,25 @@ AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_kv_compact_(AtenTensorHandle k_c
                                                             AtenTensorHandle path, AtenTensorHandle* nothing) {
   return guarded([&] {
     trtspec::kv_compact_(tensor(k_cache), tensor(v_cache), tensor(block_tables), tensor(starts), tensor(path));
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_rms_norm(AtenTensorHandle x, AtenTensorHandle weight, double eps,
+                                                         AtenTensorHandle* out) {
+  return guarded([&] {
+    const trtspec::OwnThreads own_threads;
+    *out = trtspec::rms_norm(tensor(x), tensor(weight), eps).release();
+  });
+}
+
+AOTI_TORCH_EXPORT AOTITorchError aoti_torch_cpu_rotate_heads(AtenTensorHandle q, AtenTensorHandle k,
+                                                             AtenTensorHandle cos, AtenTensorHandle sin,
+                                                             AtenTensorHandle* q_out, AtenTensorHandle* k_out) {
+  return guarded([&] {
+    const trtspec::OwnThreads own_threads;
+    auto [rotated_q, rotated_k] = trtspec::rotate_heads(tensor(q), tensor(k), tensor(cos), tensor(sin));
+    *q_out = std::move(rotated_q).release();
+    *k_out = std::move(rotated_k).release();
   });
 }
 

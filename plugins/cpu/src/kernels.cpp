@@ -1,5 +1,6 @@
 // Everything that needs vector instructions. It is compiled once per instruction set (build.py).
 #include "attention_tiles.h"
+#include "elementwise.h"
 #include "kernels.h"
 #include "linear.h"
 #include "logits.h"
@@ -18,7 +19,11 @@ const Kernels table = {
     .attend = attend,
     .spec_sample = spec_sample,
     .process_logits = process_logits,
+    .rms_norm = rms_norm,
+    .silu_mul = silu_mul,
+    .rotate_heads = rotate_heads,
     .linear_row_bytes = linear_row_bytes,
+    .linear_takes_x = linear_takes_x,
     .linear_prepare = linear_prepare,
     .linear_block_rows = linear_block_rows,
     .linear_chunk_bytes = linear_chunk_bytes,

@@ -95,6 +95,35 @@ struct LogitsScratch {
 };
 constexpr int64_t LOGITS_SLACK = 16;  // kernels write whole vectors
 
+// Arguments of rms_norm. Each head of a row is normed for itself; trtspec/ops/norm.py defines the op.
+struct NormArgs {
+  Element element;     // of all arrays
+  int64_t size, heads;
+  float eps;
+  Heads x;
+  const void* weight;  // [size]
+  void* out;           // [T, heads, size], written
+};
+
+// Arguments of silu_mul, which trtspec/ops/elementwise.py defines.
+struct SiluMulArgs {
+  Element element;  // of all arrays
+  int64_t size;
+  const void* x;    // [T, 2 * size]
+  int64_t x_step;   // elements from one row to the next
+  void* out;        // [T, size], written
+};
+
+// Arguments of one half of rotate_heads, q or k.
+struct RotateArgs {
+  Element element;             // of all arrays
+  int64_t size, heads;
+  Heads x;
+  const void *cos, *sin;       // [T, size]
+  int64_t cos_step, sin_step;  // elements from one row to the next
+  void* out;                   // [T, heads, size], written
+};
+
 // Formats of packed_linear's weights; trtspec/ops/packing.py explains their layouts.
 enum class WeightFormat { fp32, bf16, fp16, int8, int8_groups, int4, fp8 };
 
@@ -107,6 +136,7 @@ struct LinearArgs {
   Element element;                              // of x and bias, and of out unless float_out
   bool float_out;
   int64_t rows, depth, out_features;            // T, K, N
+  bool swiglu;                                  // out is [T, N/2]: silu of the first N/2 columns times the others
   const void* x;                                // [T, K]
   int64_t x_step;                               // elements from one row to the next
   const void* weight;
@@ -118,7 +148,8 @@ struct LinearArgs {
   const void* bias;                             // null: none
   void* out;                                    // [T, N]
   bool reads_ahead;                             // hardware prefetches suffice: few rows are fastest without our own
-  char* prepared;                               // [T rounded up to ROWS_AT_ONCE, linear_row_bytes], by linear_prepare
+  char* prepared;                               // rows for linear_block: x itself, or those that linear_prepare writes
+  int64_t row_bytes;                            // from one prepared row to the next
 };
 
 struct Kernels {
@@ -127,15 +158,20 @@ struct Kernels {
   void (*attend)(const AttentionArgs&, const AttentionPiece&, const AttentionPiece* following);
   void (*spec_sample)(const SampleArgs&, int64_t begin, int64_t end);  // a range of rows
   void (*process_logits)(const LogitsArgs&, const LogitsScratch&, int64_t begin, int64_t end);  // a range of rows
+  void (*rms_norm)(const NormArgs&, int64_t begin, int64_t end);          // a range of rows, as in the next two
+  void (*silu_mul)(const SiluMulArgs&, int64_t begin, int64_t end);
+  void (*rotate_heads)(const RotateArgs&, int64_t begin, int64_t end);
   // Bytes of a row of x in the form that linear_block needs: widened or quantised, and padded.
   int64_t (*linear_row_bytes)(const LinearArgs&);
+  bool (*linear_takes_x)(const LinearArgs&);  // whether linear_block reads rows of x as fast as prepared ones
   void (*linear_prepare)(const LinearArgs&, int64_t row_begin, int64_t row_end);
   // Largest number of rows that linear_block does at a time.
   int64_t (*linear_block_rows)(const LinearArgs&);
   // Bytes of weights that linear_block multiplies in a few microseconds. With more, threads would wait for the last
   // one.
   int64_t (*linear_chunk_bytes)(const LinearArgs&);
-  // Compute out[row_begin..row_end) for the columns of some panels. The rows are at most one block.
+  // Compute out[row_begin..row_end) for the columns of some panels, with swiglu panels of out. The rows are at most one
+  // block.
   void (*linear_block)(const LinearArgs&, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end);
 
   // For benchmarks: read memory, or multiply in registers, as fast as possible (probe.h).

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "elementwise.h"
 #include "kernels.h"
 #if defined(__AMX_INT8__)
 #include "linear_amx.h"
@@ -160,6 +161,29 @@ void write_rows(const LinearArgs& args, int64_t panel, int64_t row, int64_t rows
     }
 }
 
+// out = silu(gate) * up, for two panels of columns that all exist. Gates and ups are rounded to T, as silu_mul gets them.
+template <class T>
+void write_swiglu(const LinearArgs& args, int64_t panel, int64_t row, int64_t rows, const Accumulators* gates,
+                  const Accumulators* ups) {
+  const int64_t column = panel * PANEL, width = args.out_features / 2;
+  const auto* bias = static_cast<const T*>(args.bias);
+  T* out = static_cast<T*>(args.out) + row * width + column;
+  for (int64_t r = 0; r < rows; ++r, out += width)
+    for (int64_t lane = 0; lane < PANEL; lane += LANES) {
+      Vec gate = load(gates[r] + lane), up = load(ups[r] + lane);
+      if (bias != nullptr) gate += load(bias + column + lane), up += load(bias + width + column + lane);
+      store(out + lane, gated<T>(rounded<T>(gate), rounded<T>(up)));
+    }
+}
+
+INLINE auto swiglu_writer(const LinearArgs& args) {
+  switch (args.element) {
+    case Element::fp32: return &write_swiglu<float>;
+    case Element::bf16: return &write_swiglu<BFloat16>;
+    default: return &write_swiglu<Half>;
+  }
+}
+
 INLINE auto row_writer(const LinearArgs& args) {
   switch (args.element) {
     case Element::fp32: return &write_rows<float, float>;
@@ -300,12 +324,25 @@ INLINE int64_t prepared_bytes(const LinearArgs& args) {
 // 4 KB apart would be in one set of L1.
 int64_t linear_row_bytes(const LinearArgs& args) { return ((prepared_bytes(args) + 63) / 64 | 1) * 64; }
 
+// Formats whose prepared rows are the bytes of x take x itself, unless its rows are so far apart that many are in one
+// set of L1. (Tiles of AMX read padded rows, and whole tiles of them.)
+bool linear_takes_x(const LinearArgs& args) {
+#if defined(__AMX_INT8__)
+  return false;
+#else
+  constexpr int64_t SETS_OF_BYTES = 2048;
+  const int64_t bytes = args.element == Element::fp32 ? 4 : 2;
+  const bool same = (args.format == WeightFormat::fp32 && args.element == Element::fp32) ||
+                    (args.format == WeightFormat::bf16 && std::is_same_v<Bf16Weights::Input, BFloat16>);
+  return same && args.depth * bytes == prepared_bytes(args) && args.x_step * bytes % SETS_OF_BYTES != 0;
+#endif
+}
+
 void linear_prepare(const LinearArgs& args, int64_t row_begin, int64_t row_end) {
   const auto prepare = args.element == Element::fp32   ? &prepare_row<float>
                        : args.element == Element::bf16 ? &prepare_row<BFloat16>
                                                : &prepare_row<Half>;
-  const int64_t row_bytes = linear_row_bytes(args);
-  for (int64_t row = row_begin; row < row_end; ++row) prepare(args, row, args.prepared + row * row_bytes);
+  for (int64_t row = row_begin; row < row_end; ++row) prepare(args, row, args.prepared + row * args.row_bytes);
 }
 
 INLINE auto panel_kernel(const LinearArgs& args) {
@@ -346,18 +383,24 @@ int64_t linear_chunk_bytes(const LinearArgs& args) {
 }
 
 void linear_block(const LinearArgs& args, int64_t row_begin, int64_t row_end, int64_t panel_begin, int64_t panel_end) {
-  alignas(64) Accumulators sums[SUMS_ROWS];
-  const int64_t row_bytes = linear_row_bytes(args);
+  alignas(64) Accumulators sums[SUMS_ROWS], ups[SUMS_ROWS];
+  const int64_t row_bytes = args.row_bytes;
 #if defined(__AMX_INT8__)
   const Tiles tiles(row_end - row_begin, tile_bytes(args));
 #endif
   const auto multiply_panel = panel_kernel(args);
   const auto write = row_writer(args);
+  const int64_t up_panels = args.out_features / 2 / PANEL;
   for (int64_t row = row_begin; row < row_end; row += SUMS_ROWS)
     for (int64_t panel = panel_begin; panel < panel_end; ++panel) {
       const int64_t rows = row_end - row < SUMS_ROWS ? row_end - row : SUMS_ROWS;
       multiply_panel(args, panel, rows, args.prepared + row * row_bytes, row_bytes, sums);
-      write(args, panel, row, rows, sums);
+      if (args.swiglu) {
+        multiply_panel(args, panel + up_panels, rows, args.prepared + row * row_bytes, row_bytes, ups);
+        swiglu_writer(args)(args, panel, row, rows, sums, ups);
+      } else {
+        write(args, panel, row, rows, sums);
+      }
     }
 }
 

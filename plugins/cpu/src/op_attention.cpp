@@ -17,15 +17,6 @@ constexpr int64_t ROWS_PER_APPEND = 256;
 
 // -- checks ----------------------------------------------------------------------------------------------------------
 
-Element element_of(const Tensor& cache) {
-  switch (cache.scalar_type()) {
-    case ScalarType::Float: return Element::fp32;
-    case ScalarType::Half: return Element::fp16;
-    case ScalarType::BFloat16: return Element::bf16;
-    default: OP_REQUIRES(false, "k_cache is ", cache.scalar_type(), "; want float32, float16 or bfloat16");
-  }
-}
-
 void check_caches(const Tensor& k_cache, const Tensor& v_cache) {
   OP_REQUIRES(k_cache.dim() == 4 && k_cache.size(0) > 0 && k_cache.size(1) > 0, "k_cache is ", k_cache.sizes(),
               "; want [num_blocks, block_size, Hkv, D], with at least the scratch block");
@@ -142,7 +133,7 @@ void attend_all(const AttentionArgs& args, int64_t B) {
     Pieces mine = pieces;
     AttentionPiece piece = mine.at(begin), following;
     for (int64_t number = begin; number < end; ++number, piece = following) {
-      const bool last = number + 1 == end;
+      const bool last = number + 1 == count;  // after its chunk, a thread mostly takes the next one
       if (!last) following = mine.at(number + 1);
       kernels().attend(args, piece, last ? nullptr : &following);
     }
@@ -199,7 +190,7 @@ Tensor spec_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, con
   Tensor result = empty_like(q_);
   const Tensor out = with_dense_heads(result);
   const AttentionArgs args{
-      .element = element_of(k_cache),
+      .element = element_of("k_cache", k_cache),
       .q_heads = Hq,
       .kv_heads = Hkv,
       .head_dim = D,

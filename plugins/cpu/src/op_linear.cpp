@@ -57,15 +57,6 @@ static Tensor plain_linear(const Tensor& x, const Tensor& weight, const std::opt
   return out.to(float_out ? ScalarType::Float : x.scalar_type());
 }
 
-static Element element_of(const Tensor& x) {
-  switch (x.scalar_type()) {
-    case ScalarType::Float: return Element::fp32;
-    case ScalarType::BFloat16: return Element::bf16;
-    case ScalarType::Half: return Element::fp16;
-    default: OP_REQUIRES(false, "packed_linear: x is ", x.scalar_type(), "; want float32, bfloat16 or float16");
-  }
-}
-
 static WeightFormat weight_format(const Tensor& x, const Tensor& weight, const Tensor& scales) {
   if (weight.scalar_type() == ScalarType::Char)
     return scales.dim() == 3 ? WeightFormat::int8_groups : WeightFormat::int8;
@@ -179,15 +170,22 @@ static void expect_successor(const LinearArgs& args, int64_t panels) {
 static void run(LinearArgs& args, int64_t panels) {
   constexpr int64_t ROWS_OF_A_CHUNK = 96;
   const Kernels& k = kernels();
-  const int64_t row_bytes = k.linear_row_bytes(args);
-  const int64_t rows = (args.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
-  args.prepared = scratch(rows * row_bytes);
-  parallel_for(args.rows, ROWS_OF_A_CHUNK, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
+  if (k.linear_takes_x(args)) {
+    args.prepared = static_cast<char*>(const_cast<void*>(args.x));
+    args.row_bytes = args.x_step * (args.element == Element::fp32 ? 4 : 2);
+  } else {
+    const int64_t rows = (args.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
+    args.row_bytes = k.linear_row_bytes(args);
+    args.prepared = scratch(rows * args.row_bytes);
+    parallel_for(args.rows, ROWS_OF_A_CHUNK, [&](int64_t begin, int64_t end) { k.linear_prepare(args, begin, end); });
+  }
 
   expect_successor(args, panels);
+  const int64_t panels_of_a_piece = args.swiglu ? 2 : 1;
+  panels /= panels_of_a_piece;
   // Piece i is panel i % panels of the rows from i / panels * block_rows on.
   const int64_t block_rows = k.linear_block_rows(args), blocks = (args.rows + block_rows - 1) / block_rows;
-  const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (args.steps * STEP_BYTES + 1) + 1;
+  const int64_t panels_of_a_chunk = k.linear_chunk_bytes(args) / (panels_of_a_piece * args.steps * STEP_BYTES + 1) + 1;
   parallel_for(blocks * panels, panels_of_a_chunk, [&](int64_t begin, int64_t end) {
     while (begin < end) {
       const int64_t row = begin / panels * block_rows, panel = begin % panels;
@@ -198,24 +196,28 @@ static void run(LinearArgs& args, int64_t panels) {
   });
 }
 
-Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
-                            const std::optional<Tensor>& bias_, const std::optional<Tensor>& x_scale,
-                            int64_t out_features, bool float_out) {
+static Tensor linear(const Tensor& x_, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
+                     const std::optional<Tensor>& bias_, const std::optional<Tensor>& x_scale, int64_t out_features,
+                     bool float_out, bool swiglu) {
   OP_REQUIRES(x_.dim() == 2 && x_.size(1) > 0 && out_features > 0, "packed_linear: x is ", x_.sizes(), " for ",
               out_features, " outputs; want [rows, inputs], one input and one output at least");
   if (weight.dim() == 2) {
     OP_REQUIRES(weight.size(0) == out_features && weight.size(1) == x_.size(1), "packed_linear: weight is ",
                 weight.sizes(), "; want [", out_features, ", ", x_.size(1), "]");
-    return plain_linear(x_, weight, bias_, float_out);
+    const Tensor out = plain_linear(x_, weight, bias_, float_out);
+    return swiglu ? silu_mul(out) : out;
   }
+  if (swiglu && out_features % (2 * PANEL) != 0)
+    return silu_mul(linear(x_, weight, scales, zeros, bias_, x_scale, out_features, float_out, false));
 
   const Tensor x = x_.size(1) == 0 || x_.stride(1) == 1 ? x_ : x_.contiguous();
   const Tensor bias = bias_ ? bias_->contiguous() : Tensor();
   const int64_t panels = (out_features + PANEL - 1) / PANEL;
   LinearArgs args = {};
   args.format = weight_format(x, weight, scales);
-  args.element = element_of(x);
+  args.element = element_of("packed_linear: x", x);
   args.float_out = float_out;
+  args.swiglu = swiglu;
   args.rows = x.size(0);
   args.depth = x.size(1);
   args.out_features = out_features;
@@ -230,7 +232,7 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
               "packed_linear: bias is ", bias.defined() ? bias.sizes() : Sizes({}), "; want [", out_features,
               "] of x's type, ", x.scalar_type());
 
-  Tensor out = empty({args.rows, out_features}, float_out ? ScalarType::Float : x.scalar_type());
+  Tensor out = empty({args.rows, swiglu ? out_features / 2 : out_features}, float_out ? ScalarType::Float : x.scalar_type());
   if (out.numel() == 0) return out;
   args.x = x.const_data_ptr();
   args.x_step = x.stride(0);
@@ -245,6 +247,20 @@ Tensor trtspec::packed_linear(const Tensor& x_, const Tensor& weight, const Tens
   return out;
 }
 
+Tensor trtspec::packed_linear(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
+                              const std::optional<Tensor>& bias, const std::optional<Tensor>& x_scale,
+                              int64_t out_features, bool float_out) {
+  return linear(x, weight, scales, zeros, bias, x_scale, out_features, float_out, false);
+}
+
+Tensor trtspec::packed_swiglu(const Tensor& x, const Tensor& weight, const Tensor& scales, const Tensor& zeros,
+                              const std::optional<Tensor>& bias, const std::optional<Tensor>& x_scale,
+                              int64_t out_features) {
+  return linear(x, weight, scales, zeros, bias, x_scale, out_features, false, true);
+}
+
 STABLE_TORCH_LIBRARY_IMPL(trtspec, CPU, m) {
-  if (trtspec::usable()) m.impl("packed_linear", TORCH_BOX(&trtspec::packed_linear));
+  if (!trtspec::usable()) return;
+  m.impl("packed_linear", TORCH_BOX(&trtspec::packed_linear));
+  m.impl("packed_swiglu", TORCH_BOX(&trtspec::packed_swiglu));
 }

@@ -27,6 +27,7 @@ from trtspec.backends.graph_io import input_names, layer_inputs
 from trtspec.backends.weight_file import save_weight_file
 from trtspec.errors import DependencyError, EngineError
 from trtspec.methods.step import DecodeStep, Step
+from trtspec.models.attention import as_ops
 from trtspec.ops import graph_calls, kernel_interface
 
 OF_DECODER = "step.decoder."
@@ -64,7 +65,10 @@ def compile_step(
     the logits.
     """
     programs: dict[str, ExportedProgram] = {}
-    with GraphCompiler(graph_calls()) as compiler:
+    direct = graph_calls()
+    if direct:  # they take less time than Inductor's loops
+        as_ops(step)
+    with GraphCompiler(direct) as compiler:
 
         def add(program: ExportedProgram, file: str) -> None:
             programs[file] = program
