@@ -73,7 +73,7 @@ void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, 
   });
 }
 
-// Largest distance, in bytes, at which tiles prefetch memory.
+// Distance, in bytes, at which tiles prefetch memory. It is the same in each slice, so that no bytes are left out.
 INLINE int64_t look_ahead(const LinearArgs& args, int64_t rows, int64_t passes) {
   if (passes > 1 && (args.reads_ahead || rows > 2)) return A_SLICE_AHEAD;
   return args.reads_ahead ? TWO_PAGES_AHEAD : rows <= 2 ? A_LITTLE_AHEAD : A_PAGE_AHEAD;
@@ -90,9 +90,8 @@ void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
   static constexpr auto tiles = tiles_of<Format, false>(Counts());
   int64_t passes = 0;
   for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
-  const int64_t farthest = look_ahead(args, rows, passes), near = args.reads_ahead ? 0 : NEAR;
+  const int64_t distance = look_ahead(args, rows, passes), near = args.reads_ahead ? 0 : NEAR;
   for_slices(args, [&](int64_t step, int64_t steps) {
-    const int64_t distance = steps * STEP_BYTES < farthest ? steps * STEP_BYTES : farthest;
     Prefetch ahead = {words_at(args, panel, step) + distance, (STEP_BYTES + passes - 1) / passes, near};
     for_tiles<Format>(rows, [&](int64_t row, int64_t count) {
       tiles[count - 1](args, {panel, step, steps, x + row * row_bytes, row_bytes}, ahead, sums + row);
