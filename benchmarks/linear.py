@@ -1,4 +1,4 @@
-"""packed_linear against the machine's limits: all linears of a 16-layer model, for 1 to 1024 rows.
+"""packed_linear against the machine's limits: all linears of a model, for 1 to 1024 rows.
 
 Before each number of rows a round reads a large buffer; after it, the round multiplies in registers for as long. These
 are the probes, and all of them meet the same machine. The best of all rounds counts, as other programs only make it
@@ -29,9 +29,28 @@ from trtspec.kv.memory import huge_pages
 from trtspec.ops import load_plugins, packed_linear
 from trtspec.ops.packing import pack_fp8, pack_int4, pack_int8, pack_panels, quantize_int8
 
-HIDDEN, INTERMEDIATE, LAYERS, VOCAB, QKV = 1024, 2816, 16, 32000, (16 + 2 * 4) * 64
-SHAPES = [(QKV, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)] * LAYERS
-SHAPES += [(VOCAB, HIDDEN)]
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model: features, and layers."""
+
+    hidden: int
+    intermediate: int
+    qkv: int
+    vocab: int
+    layers: int
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return (N, K) of all linears of a step, in order."""
+        attention = [(self.qkv, self.hidden), (self.hidden, self.hidden)]
+        mlp = [(2 * self.intermediate, self.hidden), (self.hidden, self.intermediate)]
+        return [*(attention + mlp) * self.layers, (self.vocab, self.hidden)]
+
+
+MODELS = {
+    "1024": Sizes(1024, 2816, (16 + 2 * 4) * 64, 32000, 16),
+    "smollm2": Sizes(576, 1536, (9 + 2 * 3) * 64, 49152, 30),
+}
 ALIGNMENT = 64  # bytes
 FORMATS = ("bf16", "fp8", "int8", "int8 g=32", "int4 g=32", "int4 g=128")
 
@@ -108,18 +127,18 @@ def sustained(probe: Callable[[], float], duration: float) -> float:
     return work / spent
 
 
-def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> None:
+def bandwidth_table(sizes: Sizes, formats: list[str], row_counts: list[int], rounds: int) -> None:
     probe = torch.frombuffer(huge_pages(400_000_000), dtype=torch.int32).fill_(1)
     probes = torch.ops.trtspec_probe
     print("| weights | rows | ms | GB/s | of memory | x 1 row | arithmetic, ms | of limit |")
     print("|---|---|---|---|---|---|---|---|")
     for name in formats:
-        layers = in_huge_pages([random_layer(name, *shape) for shape in SHAPES])
+        layers = in_huge_pages([random_layer(name, *shape) for shape in sizes.shapes()])
         nbytes = sum(layer.nbytes for layer in layers)
-        group_size = int(name.partition("=")[2] or HIDDEN)
+        group_size = int(name.partition("=")[2] or sizes.hidden)
         products = sum(layer.out_features * layer.in_features for layer in layers)
         inputs = {
-            rows: {depth: torch.randn(rows, depth).bfloat16() for depth in (HIDDEN, INTERMEDIATE)}
+            rows: {depth: torch.randn(rows, depth).bfloat16() for depth in (sizes.hidden, sizes.intermediate)}
             for rows in row_counts
         }
         best, rates, memory = dict.fromkeys(row_counts, math.inf), dict.fromkeys(row_counts, 0.0), 0.0
@@ -143,9 +162,9 @@ def bandwidth_table(formats: list[str], row_counts: list[int], rounds: int) -> N
             )
 
 
-def prefill_table(rows: int, rounds: int) -> None:
+def prefill_table(sizes: Sizes, rows: int, rounds: int) -> None:
     """Print the time of one product of many rows, packed and by torch's F.linear on the same numbers, taking turns."""
-    out_features, in_features = 2 * INTERMEDIATE, HIDDEN
+    out_features, in_features = 2 * sizes.intermediate, sizes.hidden
     weight, x = torch.randn(out_features, in_features).bfloat16(), torch.randn(rows, in_features).bfloat16()
     panels, none = pack_panels(weight), torch.empty(0)
     int8, scales = quantize_int8(weight)
@@ -169,6 +188,7 @@ def prefill_table(rows: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", choices=MODELS, default="1024", help="of 16 layers of 1024, or of SmolLM2-135M")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 12, 16, 64, 1024])
     parser.add_argument("--rounds", type=int, default=20)
@@ -180,8 +200,8 @@ def main() -> None:
         raise SystemExit("the C++ kernels are not built: run python -m trtspec_plugins.cpu")
     torch.ops.trtspec_threads.use_own(args.threads)  # as compiled graphs do
     print(f"{isa}, {args.threads} thread(s)\n")
-    bandwidth_table(args.formats, args.rows, args.rounds)
-    prefill_table(1024, args.rounds)
+    bandwidth_table(MODELS[args.sizes], args.formats, args.rows, args.rounds)
+    prefill_table(MODELS[args.sizes], 1024, args.rounds)
 
 
 if __name__ == "__main__":
