@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.plugins.heads import random_heads
 from tests.plugins.packed_layers import EPSILON, Layer, dtypes, layouts, random_layer, random_rows
 from trtspec.ops import (
     load_plugins,
@@ -81,14 +82,8 @@ def test_silu_of_numbers_at_the_ends(value: float, dtype: torch.dtype) -> None:
 def test_rotated_heads_have_the_reference_s_bits(
     heads: tuple[int, int], size: int, rows: int, dtype: torch.dtype, apart: bool, seed: int
 ) -> None:
-    """Queries and keys are slices of one tensor or, as after norms, tensors of their own."""
-    g = torch.Generator().manual_seed(seed)
-    qkv = torch.randn(rows, heads[0] + 2 * heads[1], size, generator=g).to(dtype)
-    q, k = qkv[:, : heads[0]], qkv[:, heads[0] : sum(heads)]
-    if apart:
-        q, k = q.contiguous(), k.transpose(0, 1).contiguous().transpose(0, 1)
-    cos, sin = torch.randn(2, rows, 1, size, generator=g).to(dtype)
-    for got, wanted in zip(rotate_heads(q, k, cos, sin), rotate_heads_inline(q, k, cos, sin), strict=True):
+    x = random_heads(heads, size, rows, dtype, apart, seed)
+    for got, wanted in zip(rotate_heads(*x), rotate_heads_inline(*x), strict=True):
         assert torch.equal(got, wanted)
 
 
