@@ -201,7 +201,8 @@ def packed_swiglu(
 ) -> Tensor:
     """`silu_mul` of `packed_linear`, with the same bits: x [T, K] -> [T, out_features / 2] in x's dtype.
 
-    The first half of the weight's columns are gates, the others ups. Kernels need not store them.
+    The arguments and errors are those of packed_linear. out_features: an even number. The first half of the columns are
+    gates, the others ups. Kernels need not store them.
     """
     return cast(Tensor, _swiglu_op(x, weight, scales, zeros, bias, x_scale, out_features))
 

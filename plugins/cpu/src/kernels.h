@@ -8,6 +8,7 @@
 namespace trtspec {
 
 enum class Element { fp32, fp16, bf16 };
+constexpr int64_t bytes_of(Element element) { return element == Element::fp32 ? 4 : 2; }
 
 // Rows of heads of D elements. The elements of a head are adjacent; row and head steps are in elements.
 struct Heads {

@@ -218,7 +218,7 @@ bool linear_takes_x(const LinearArgs& args) {
   return false;
 #else
   constexpr int64_t SETS_OF_BYTES = 2048;
-  const int64_t bytes = args.element == Element::fp32 ? 4 : 2;
+  const int64_t bytes = bytes_of(args.element);
   const bool same = (args.format == WeightFormat::fp32 && args.element == Element::fp32) ||
                     (args.format == WeightFormat::bf16 && std::is_same_v<Bf16Weights::Input, BFloat16>);
   return same && args.depth * bytes == prepared_bytes(args) && args.x_step * bytes % SETS_OF_BYTES != 0;

@@ -172,7 +172,7 @@ static void run(LinearArgs& args, int64_t panels) {
   const Kernels& k = kernels();
   if (k.linear_takes_x(args)) {
     args.prepared = static_cast<char*>(const_cast<void*>(args.x));
-    args.row_bytes = args.x_step * (args.element == Element::fp32 ? 4 : 2);
+    args.row_bytes = args.x_step * bytes_of(args.element);
   } else {
     const int64_t rows = (args.rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE * ROWS_AT_ONCE;
     args.row_bytes = k.linear_row_bytes(args);

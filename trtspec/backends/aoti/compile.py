@@ -66,7 +66,7 @@ def compile_step(
     """
     programs: dict[str, ExportedProgram] = {}
     direct = graph_calls()
-    if direct:  # they take less time than Inductor's loops
+    if direct:  # kernels take less time than Inductor's loops
         as_ops(step)
     with GraphCompiler(direct) as compiler:
 
