@@ -5,9 +5,9 @@
 // the steps in order, whatever the number of rows. So a row's bits do not depend on the other rows. With one row the
 // kernel runs at the speed of memory. With more rows it does so too, until their multiplications take longer.
 //
-// linear_block cuts many rows into blocks of SUMS_ROWS. Within a block, all tiles pass over a slice of the panel while
-// it is in L1. Between slices the accumulators are kept in memory as they are, so the order of the additions is the
-// same.
+// linear_block cuts many rows into even blocks of at most SUMS_ROWS. Within a block, all tiles pass over a slice of the
+// panel while it is in L1. Between slices the accumulators are kept in memory as they are, so the order of the additions
+// is the same.
 #pragma once
 
 #include <array>
@@ -244,7 +244,8 @@ INLINE auto panel_kernel(const LinearArgs& args) {
   }
 }
 
-constexpr int64_t SUMS_ROWS = 96;  // their sums stay in L1, together with a slice of a panel
+constexpr int64_t SUMS_ROWS = 96;    // their sums stay in L1, together with a slice of a panel
+constexpr int64_t WHOLE_TILES = 12;  // rows of one or two tiles, in every format
 
 int64_t linear_block_rows(const LinearArgs& args) {
 #if defined(__AMX_INT8__)
@@ -253,7 +254,9 @@ int64_t linear_block_rows(const LinearArgs& args) {
     return rows < SUMS_ROWS ? SUMS_ROWS : rows < MOST_BLOCK_ROWS ? rows : MOST_BLOCK_ROWS;
   }
 #endif
-  return SUMS_ROWS;
+  // Blocks are as even as possible: one of few rows would take as long as memory does.
+  const int64_t blocks = (args.rows + SUMS_ROWS - 1) / SUMS_ROWS, tiles = (args.rows + WHOLE_TILES - 1) / WHOLE_TILES;
+  return blocks <= 1 ? SUMS_ROWS : (tiles + blocks - 1) / blocks * WHOLE_TILES;
 }
 
 int64_t linear_chunk_bytes(const LinearArgs& args) {
