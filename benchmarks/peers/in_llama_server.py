@@ -1,8 +1,8 @@
 """llama.cpp's server, with EAGLE3 or without, as a child process that is called over HTTP. Standard library only.
 
 The fields of "load" are server (the program), file (of the target), draft (of the head, or null), num_drafts, p_min,
-max_batch and max_len. "generate" sends one request for each prompt. The server's own samplers are off, except for the
-temperature.
+max_batch, max_len, and prefix_caching (default: false). "generate" sends one request for each prompt. The server's own
+samplers are off, except for the temperature.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class LlamaServer:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
+        self.prefix_caching = request.get("prefix_caching", False)
         command = [request["server"], "-m", request["file"], "--host", "127.0.0.1", "--port", str(port)]
         command += ["-t", threads, "-tb", threads, "-np", str(slots), "-c", str(request["max_len"] * slots), "-kvu"]
         if request["draft"] is not None:
@@ -62,7 +63,7 @@ class LlamaServer:
         fields = {
             "prompt": prompt, "n_predict": request["output_len"], "ignore_eos": not request.get("ends"),
             "temperature": temperature, "samplers": ["temperature"] if temperature else ["top_k"],
-            "top_k": 0 if temperature else 1, "cache_prompt": False, "return_tokens": True,
+            "top_k": 0 if temperature else 1, "cache_prompt": self.prefix_caching, "return_tokens": True,
         }  # fmt: skip
         reply: dict[str, Any] = self._ask("/completion", fields)
         return reply

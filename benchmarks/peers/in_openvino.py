@@ -1,7 +1,7 @@
 """OpenVINO GenAI, with an EAGLE3 head or without. Runs in its own environment.
 
 The fields of "load" are folder (of the target in OpenVINO's format), draft (of the head, or null), num_drafts,
-max_batch, max_len and max_num_tokens.
+max_batch, max_len, max_num_tokens, and prefix_caching (default: false).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class OpenVino:
         self.num_drafts = request["num_drafts"] if request["draft"] is not None else 0
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_batched_tokens, scheduler.max_num_seqs = request["max_num_tokens"], request["max_batch"]
-        scheduler.dynamic_split_fuse = scheduler.enable_prefix_caching = False
+        scheduler.dynamic_split_fuse = False
+        scheduler.enable_prefix_caching = request.get("prefix_caching", False)
         scheduler.cache_size = 1  # GB
         options: dict[str, Any] = {"INFERENCE_NUM_THREADS": int(os.environ["OMP_NUM_THREADS"])}
         if request["draft"] is not None:

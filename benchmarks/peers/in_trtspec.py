@@ -39,7 +39,10 @@ class Trtspec:
         start = time.perf_counter()
         if "engine" in request:
             self.llm = LLM(
-                request["engine"], request.get("lookup"), enable_prefix_caching=False, generation_config="off"
+                request["engine"],
+                request.get("lookup"),
+                enable_prefix_caching=request.get("prefix_caching", False),
+                generation_config="off",
             )
         else:
             config = {**dataclasses.asdict(_engine_config(request)), "backend": "eager"}

@@ -1,6 +1,7 @@
-"""vLLM on the CPU, with its defaults: compiled, chunked prefill. Prefix caching is off. Runs in its own environment.
+"""vLLM on the CPU, with its defaults: compiled, chunked prefill. Runs in its own environment.
 
-The environment's variables decide where its engine core runs (environments.vllm_variables).
+Prefix caching is off unless "load" has prefix_caching. The environment's variables decide where its engine core runs
+(environments.vllm_variables).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Vllm:
             max_model_len=request["max_len"],
             max_num_seqs=request["max_batch"],
             max_num_batched_tokens=request["max_num_tokens"],
-            enable_prefix_caching=False,
+            enable_prefix_caching=request.get("prefix_caching", False),
         )
         self.generate({"prompts": [request["first_prompt"]], "output_len": 1})
         return {"startup_s": time.perf_counter() - start, "version": vllm.__version__}

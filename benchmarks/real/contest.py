@@ -12,7 +12,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -86,9 +86,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class Task:
-    """The same task for all entries. At most `batch` requests run at once: when one ends, the next starts."""
+    """The same task for all entries. At most `batch` requests run at once: when one ends, the next starts.
 
-    prompts: list[list[int]]
+    turns: prompts of each turn. The first is the one that an entry has alone; the others are the rounds.
+    warm_up: prompts that run before all of them.
+    """
+
+    turns: list[list[list[int]]]
+    warm_up: list[list[int]]
     batch: int
     temperature: float
     max_tokens: int
@@ -99,8 +104,9 @@ class Contest:
     """A contest of engines.
 
     schedule: drafts by batch size, for engines that have such a setting. thresholds: settings of our EAGLE3, each with
-    every K. auto: whether our methods have one more setting, "auto" for the number of drafts. pythons: Python program
-    of each peer that can run. failures: sentences.
+    every K. auto: whether our methods have one more setting, "auto" for the number of drafts. prefix_caching: whether
+    engines that can do so keep the KV of prompts. pythons: Python program of each peer that can run. failures:
+    sentences.
     """
 
     shop: Workshop
@@ -109,6 +115,7 @@ class Contest:
     schedule: Schedule | None = None
     thresholds: Sequence[float] = ()
     auto: bool = False
+    prefix_caching: bool = False
     pythons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -222,11 +229,11 @@ class Contest:
             for entry in entries:
                 with self._excused(lambda e=entry: self._drop(workers, e)):
                     self.report(f"loading {entry.name}")
-                    workers[entry] = self._load(entry, tasks[0].prompts[0], min(most, entry.max_batch))
+                    workers[entry] = self._load(entry, tasks[0].warm_up[0], min(most, entry.max_batch))
                     for task in tasks:
                         if entry.takes(task.batch, task.temperature):
-                            self._turn(workers[entry], replace(task, prompts=task.prompts[: task.batch]))  # warms up
-                            sweep[entry, task.batch] = turn = self._turn(workers[entry], task)
+                            self._turn(workers[entry], task, task.warm_up)
+                            sweep[entry, task.batch] = turn = self._turn(workers[entry], task, task.turns[0])
                             self.report(f"{entry.name}: alone, batch {task.batch}: {turn.tokens_per_second:.0f} tok/s")
                 needed = {best for task in tasks for best in fastest(sweep, task.batch)}
                 for beaten in set(workers) - needed:
@@ -236,32 +243,31 @@ class Contest:
             for entry in list(workers):
                 self._drop(workers, entry)
 
-    def measure(
-        self, workers: dict[Entry, Worker], entries: list[Entry], task: Task, rounds: int
-    ) -> dict[Entry, list[Turn]]:
-        """Return `rounds` turns of each entry that takes the task.
+    def measure(self, workers: dict[Entry, Worker], entries: list[Entry], task: Task) -> dict[Entry, list[Turn]]:
+        """Return the rounds of each entry that takes the task.
 
         Entries run once a round, in an order that rotates, while the others stand still. An entry that fails is removed
         from `workers`.
         """
         able = [entry for entry in entries if entry in workers and entry.takes(task.batch, task.temperature)]
         turns: dict[Entry, list[Turn]] = {entry: [] for entry in able}
+        rounds = len(task.turns) - 1
         for number in range(rounds + 1):
-            some = task if number else replace(task, prompts=task.prompts[: task.batch])
+            prompts = task.turns[number] if number else task.warm_up
             order = [entry for entry in turns if entry in workers]
             shift = number % max(len(order), 1)
             for entry in order[shift:] + order[:shift]:
                 self.report(f"{entry.name}: round {number} of {rounds}")
                 with self._excused(lambda e=entry: self._drop(workers, e)):
-                    turn = self._turn(workers[entry], some)
+                    turn = self._turn(workers[entry], task, prompts)
                     if number:
                         turns[entry].append(turn)
         return {entry: own for entry, own in turns.items() if len(own) == rounds}
 
-    def _turn(self, worker: Worker, task: Task) -> Turn:
-        """Run all of the task's prompts, then pause the worker."""
+    def _turn(self, worker: Worker, task: Task, prompts: list[list[int]]) -> Turn:
+        """Run the prompts, then pause the worker."""
         reply = worker.call(
-            "generate", GENERATE_S * -(-len(task.prompts) // task.batch), prompts=task.prompts, at_once=task.batch,
+            "generate", GENERATE_S * -(-len(prompts) // task.batch), prompts=prompts, at_once=task.batch,
             output_len=task.max_tokens, temperature=task.temperature, ends=ends_of(model_folder()),
         )  # fmt: skip
         worker.pause()
@@ -284,7 +290,7 @@ class Contest:
         try:
             worker.call(
                 "load", LOAD_S, model=str(model_folder()), first_prompt=first, format=entry.format, max_batch=batch,
-                max_len=LIMITS["max_seq_len"], max_num_tokens=2048, **entry.request,
+                max_len=LIMITS["max_seq_len"], max_num_tokens=2048, prefix_caching=self.prefix_caching, **entry.request,
             )  # fmt: skip
         except BaseException:
             worker.kill()

@@ -19,7 +19,7 @@ from benchmarks.peers.notes import origin
 from benchmarks.real.contest import PEERS, Contest, Task, fastest, figures
 from benchmarks.real.ours import WITH_HEAD, Own, Run, open_engine, run_queue, sampling
 from benchmarks.real.picture import draw
-from benchmarks.real.prompts import SETS, prompts_of
+from benchmarks.real.prompts import SETS, prompts_of, turns_of
 from benchmarks.steps.engines import Workshop
 from examples.smollm2.__main__ import model_folder
 from trtspec import LLM
@@ -52,7 +52,7 @@ def main(description: str, argv: Sequence[str] | None = None) -> int:
     failures: list[str] = []
     if args.section == "peers":
         own = (dict(args.schedule), args.thresholds, args.auto)
-        contest = Contest(shop, args.threads, report, *own, failures=failures)
+        contest = Contest(shop, args.threads, report, *own, args.prefix_caching, failures=failures)
         table, rows = peers(args, contest, keep)
     else:
         table, rows = (acceptance if args.section == "acceptance" else speed)(args, shop, report, keep)
@@ -152,20 +152,16 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
     assert tokenizer is not None
     rows: Rows = []
     alone: Rows = []
+    tasks = []
+    for batch, name, T in product(args.batches, args.sets, args.temperatures):
+        count = args.prompts and max(args.prompts, 2 * batch)
+        try:
+            prompts = turns_of(name, tokenizer, count, args.rounds + 1, batch, args.prefix_caching)
+        except ValueError as error:
+            sys.exit(f"--prefix-caching: {error}")
+        tasks.append((name, Task(*prompts, batch, T, args.max_tokens)))
     for format in args.formats:
         entries = contest.entries(args.peers, format, args.head_formats, args.k, args.p_min)
-        tasks = [
-            (
-                name,
-                Task(
-                    prompts_of(name, tokenizer, args.prompts and max(args.prompts, 2 * batch)),
-                    batch,
-                    T,
-                    args.max_tokens,
-                ),
-            )
-            for batch, name, T in product(args.batches, args.sets, args.temperatures)
-        ]
         first = [own for name, own in tasks if (name, own.temperature) == (args.sets[0], min(args.temperatures))]
         with contest.workers(entries, first) as (workers, sweep):
             alone += [
@@ -175,7 +171,7 @@ def peers(args: argparse.Namespace, contest: Contest, keep: Callable[..., None])
             ]  # fmt: skip
             for name, task in tasks:
                 batch, T = task.batch, task.temperature
-                turns = contest.measure(workers, fastest(sweep, batch), task, args.rounds)
+                turns = contest.measure(workers, fastest(sweep, batch), task)
                 cell = {"batch": batch, "set": name, "temperature": T}
                 found = [{**cell, **row} for row in figures(turns)]
                 where = f"{format}, batch {batch}, {name}, T = {T:g}"
@@ -294,8 +290,16 @@ def _arguments(description: str, argv: Sequence[str] | None) -> argparse.Namespa
         "--thresholds", nargs="*", type=float, default=(0.3, 0.6), help="of peers: more settings of our EAGLE3"
     )
     parser.add_argument("--auto", action="store_true", help='of peers: one more setting of our methods, "auto"')
+    parser.add_argument(
+        "--prefix-caching",
+        action="store_true",
+        help="of peers, for one batch and temperature: engines keep prompts' KV, and no prompt comes twice",
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of peers")
     parser.add_argument("--work", type=Path, default=Path("runs/real"), help="keeps engines")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path, help="of peers")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.prefix_caching and len(args.batches) * len(args.temperatures) > 1:
+        parser.error("--prefix-caching wants one of --batches and one of --temperatures: else prompts come twice")
+    return args

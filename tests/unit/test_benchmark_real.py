@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from benchmarks.peers.worker import Queue
 from benchmarks.real.contest import Entry, Sweep, Turn, by_batch, fastest, figures, ranges
+from benchmarks.real.main import main
+from benchmarks.real.prompts import prompts_of, turns_of
+from trtspec.text import Tokenizer
 
 
 def entry(peer: str, method: str, values: str = "") -> Entry:
@@ -83,3 +87,32 @@ def test_our_own_text_that_differs_is_not_lossless() -> None:
 def test_a_schedule_in_words_and_as_vllm_has_it() -> None:
     assert by_batch({2: 3, 5: 2, 8: 1}) == "K=3 up to 2, 2 up to 5, 1 up to 8"
     assert ranges({2: 3, 5: 2, 8: 1}) == [(1, 2, 3), (3, 5, 2), (6, 8, 1)]
+
+
+class Letters:
+    """Takes a text's bytes for its ids."""
+
+    def encode_chat(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> list[int]:
+        return list(messages[0]["content"].encode())
+
+
+def test_turns_have_prompts_of_their_own_where_engines_keep_them() -> None:
+    tokenizer = cast(Tokenizer, Letters())
+    turns, warm_up = turns_of("chat", tokenizer, 12, 4, 8, apart=True)
+    every = [tuple(prompt) for prompts in (*turns, warm_up) for prompt in prompts]
+    assert [len(prompts) for prompts in turns] == [12] * 4
+    assert len(warm_up) == 8
+    assert len(set(every)) == len(every)
+    with pytest.raises(ValueError, match="4 turns have prompts of their own, and chat has 14 for each; lower"):
+        turns_of("chat", tokenizer, 15, 4, 8, apart=True)
+    with pytest.raises(ValueError, match="lower --prompts"):
+        turns_of("chat", tokenizer, None, 4, 8, apart=True)
+    turns, warm_up = turns_of("chat", tokenizer, 12, 4, 8, apart=False)
+    assert turns == [prompts_of("chat", tokenizer, 12)] * 4
+    assert warm_up == turns[0][:8]
+
+
+def test_prefix_caching_wants_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main("", ["peers", "--prefix-caching", "--batches", "1", "8", "--temperatures", "0"])
+    assert "--prefix-caching wants one of --batches and one of --temperatures" in capsys.readouterr().err
