@@ -99,6 +99,25 @@ static bool made_by_amd() {
 #endif
 }
 
+// Distance at which few rows prefetch on a machine that reads ahead. On Zen 5 one row took 6 to 11 % less time if it
+// prefetched a page ahead.
+static int64_t stream_ahead() {
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx, edx;
+  constexpr unsigned ZEN_5 = 0x1a, PAGE = 4096;
+  if (made_by_amd() && __get_cpuid(1, &eax, &ebx, &ecx, &edx)) {
+    const unsigned family = (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
+    return family >= ZEN_5 ? PAGE : 0;
+  }
+#endif
+  return 0;
+}
+
+int64_t machine_stream_ahead() {
+  static const int64_t bytes = stream_ahead();
+  return bytes;
+}
+
 static std::atomic<bool> reads_ahead = made_by_amd();
 
 bool machine_reads_ahead() { return reads_ahead.load(std::memory_order_relaxed); }

@@ -149,6 +149,7 @@ struct LinearArgs {
   const void* bias;                             // null: none
   void* out;                                    // [T, N]
   bool reads_ahead;                             // hardware prefetches suffice: few rows are fastest without our own
+  int64_t stream_ahead;                         // then: distance in bytes at which few rows prefetch; 0: they do not
   char* prepared;                               // rows for linear_block: x itself, or those that linear_prepare writes
   int64_t row_bytes;                            // from one prepared row to the next
 };
@@ -187,6 +188,9 @@ const Kernels& kernels();
 // previous value.
 bool machine_reads_ahead();
 bool set_machine_reads_ahead(bool);
+
+// The value for LinearArgs::stream_ahead.
+int64_t machine_stream_ahead();
 
 // Return whether kernels() has a table. Without one no op of this library is registered, and the reference ops serve.
 bool usable() noexcept;

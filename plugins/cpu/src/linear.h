@@ -63,13 +63,14 @@ template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) 
 }
 
 // sums = x * panel, for so few rows that a machine that reads ahead keeps up with them, in as few passes as the
-// registers allow. The tiles prefetch only what they are about to load, which is a little faster than no prefetch.
+// registers allow. Without stream_ahead, tiles prefetch only what they are about to load, which is a little faster than
+// no prefetch.
 template <class Format>
 void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   constexpr int MOST = Format::streamed_rows(MOST_GROUP_STEPS);
   static constexpr auto tiles = tiles_of<Format, true>(std::make_integer_sequence<int, MOST>());
   for_slices(args, [&](int64_t step, int64_t steps) {
-    Prefetch ahead = {words_at(args, panel, step), STEP_BYTES, 0};
+    Prefetch ahead = {words_at(args, panel, step) + args.stream_ahead, STEP_BYTES, 0};
     tiles[rows - 1](args, {panel, step, steps, x, row_bytes}, ahead, sums);
   });
 }

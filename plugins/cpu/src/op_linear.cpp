@@ -241,6 +241,7 @@ static Tensor linear(const Tensor& x_, const Tensor& weight, const Tensor& scale
   args.zeros = zeros.numel() > 0 ? zeros.const_data_ptr<uint8_t>() : nullptr;
   args.x_scale = scale_of_x(args.format, x_scale);
   args.reads_ahead = machine_reads_ahead();
+  args.stream_ahead = machine_stream_ahead();
   args.bias = bias.defined() ? bias.const_data_ptr() : nullptr;
   args.out = out.mutable_data_ptr();
   run(args, panels);
