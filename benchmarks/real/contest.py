@@ -189,6 +189,7 @@ class Contest:
     # With drafts, vLLM 0.32 samples at temperatures that were never set: its CPU kernel writes them to a copy.
     def _vllm(self, format: str, head_format: str, ks: list[int], p_mins: list[float]) -> Iterator[Entry]:
         if (format, head_format) != ("bf16", "bf16"):
+            self.report(f"vllm is left out: it has no {format} target with a {head_format} head")
             return
         self.pythons["vllm"] = self._python("vllm")
         yield Entry("vllm", "plain", "", "in_vllm", format, {"speculation": None}, _checkpoint())
