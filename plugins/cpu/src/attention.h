@@ -60,12 +60,12 @@ template <class Unit, class T> INLINE Vec load_units(const T* head, int64_t at, 
 
 // -- loading a tile --------------------------------------------------------------------------------------------------
 
-// Fill keys[unit][key]; 0 for keys that are not in the tile.
+// Fill keys[unit][key], at least from key `from` on; 0 for keys that are not in the tile.
 template <class T, class Unit>
-void turn_keys(const Rows& rows, const Tile& tile, Unit* keys, int64_t units, Ahead<T>& ahead) {
+void turn_keys(const Rows& rows, const Tile& tile, int from, Unit* keys, int64_t units, Ahead<T>& ahead) {
   const int64_t dim = rows.args.head_dim, whole_units = dim / elements_per<Unit> / LANES * LANES;
   const T* const cache = static_cast<const T*>(rows.args.k_cache.data);
-  for (int key = 0; key < tile.end; key += LANES) {
+  for (int key = from / LANES * LANES; key < tile.end; key += LANES) {
     ahead.keys(LANES);
     const int64_t* const places = tile.places + key;
     const bool whole = key >= tile.first && key + LANES <= tile.end;
@@ -236,13 +236,17 @@ INLINE bool sees_any(const uint64_t* seen, int64_t count) {
   return any != 0;
 }
 
-// Attend with all lines to the tile, as many at a time as the registers hold.
+// Attend with all lines to the tile, as many at a time as the registers hold. Lines that see none of it are left out.
 template <class T, class Unit>
 void attend_tile(const Rows& rows, const Workspace<Unit>& work, const Tile& tile, Ahead<T>& ahead) {
   for (int64_t line = 0, count; line < rows.lines(); line += count) {
+    if (work.seen[line] == 0) {
+      count = 1;
+      continue;
+    }
     const int64_t left = rows.lines() - line;
     count = left <= LINES ? left : left < 2 * LINES ? (left + 1) / 2 : LINES;
-    if (!sees_any(work.seen + line, count)) continue;
+    while (work.seen[line + count - 1] == 0) --count;
     switch (count) {
       case 1: attend_lines<1, T>(rows, work, tile, line, ahead); break;
       case 2: attend_lines<2, T>(rows, work, tile, line, ahead); break;
@@ -308,8 +312,8 @@ template <class T> class InVectors {
 
   void begin_queries(const Rows&) {}
 
-  void bring_in(const Rows& rows, const Tile& tile, Ahead<T>& ahead) {
-    turn_keys<T>(rows, tile, work.keys, work.units, ahead);
+  void bring_in(const Rows& rows, const Tile& tile, int from, Ahead<T>& ahead) {
+    turn_keys<T>(rows, tile, from, work.keys, work.units, ahead);
   }
 
   void attend(const Rows& rows, const Tile& tile, Ahead<T>& ahead) const { attend_tile<T>(rows, work, tile, ahead); }
@@ -338,6 +342,7 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
     if (last && following == nullptr) next.end = next.first;
     Ahead<T> ahead(last ? others : rows, next);
     const bool by_path = branches && start + TILE > rows.in_line;
+    int from = 0;  // the first key that the next path may have elsewhere
     for (int64_t path = by_path ? -1 : 0; path < (by_path ? piece.num_rows : 1); ++path) {
       if (by_path && path >= 0 && path_of[path] != path) continue;
       for (int64_t row = 0, line = 0; row < piece.num_rows; ++row) {
@@ -346,8 +351,9 @@ void attend_rows(const AttentionArgs& args, const AttentionPiece& piece, const A
       }
       if (by_path && !sees_any(work.seen, rows.lines())) continue;
       if (by_path && path >= 0) tile = rows.tile_of_path(start, path);
-      how.bring_in(rows, tile, ahead);
+      how.bring_in(rows, tile, from, ahead);
       how.attend(rows, tile, ahead);
+      from = rows.in_line > start ? int(rows.in_line - start) : 0;
     }
     ahead.rest();
   }

@@ -120,7 +120,8 @@ struct Rows {
     return tile;
   }
 
-  // For each row, the node whose path it is on, a row too; -1 for rows of no tree. As few nodes as rows need.
+  // For each row, the node whose path it is on, a row too. As few nodes as rows need. A row of no tree that sees only
+  // keys in line may be on any path; -1 for other rows of no tree.
   INLINE void find_paths(int64_t (&path_of)[LINES_PER_PIECE]) const {
     for (int64_t row = 0; row < piece.num_rows; ++row) path_of[row] = -1;
     for (int64_t node = piece.num_rows - 1; node >= 0; --node) {
@@ -134,6 +135,10 @@ struct Rows {
       }
       if (nodes > 0) path_of[node] = node;
     }
+    int64_t any = piece.num_rows - 1;
+    while (any >= 0 && path_of[any] < 0) --any;
+    for (int64_t row = 0; any >= 0 && row < piece.num_rows; ++row)
+      if (path_of[row] < 0 && end_of_keys(row) <= in_line) path_of[row] = path_of[any];
   }
 
   INLINE Tile first_tile() const { return tile(lowest / TILE * TILE); }

@@ -204,9 +204,9 @@ class InTiles {
     }
   }
 
-  void bring_in(const Rows& rows, const Tile& tile, Ahead<BFloat16>& ahead) {
+  void bring_in(const Rows& rows, const Tile& tile, int from, Ahead<BFloat16>& ahead) {
     if (keys_lie_) find_keys(rows, tile, ahead);
-    else turn_keys<BFloat16>(rows, tile, work.keys, work.units, ahead);
+    else turn_keys<BFloat16>(rows, tile, from, work.keys, work.units, ahead);
     unusable_ = pair_values(rows, tile, pairs_, work.width, ahead);
   }
 
