@@ -62,6 +62,27 @@ template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) 
     body(step, args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS);
 }
 
+// The panel that is multiplied after `panel`.
+INLINE int64_t panel_after(const LinearArgs& args, int64_t panel) {
+  const int64_t up_panels = args.out_features / 2 / PANEL;
+  return !args.swiglu ? panel + 1 : panel < up_panels ? panel + up_panels : panel - up_panels + 1;
+}
+
+// sums = x * panel by one tile, which passes over the panel once. It prefetches stream_ahead bytes ahead: past the end
+// of the panel, the one that comes next.
+INLINE void stream_once(const LinearArgs& args, const auto& tile, int64_t panel, char* x, int64_t row_bytes,
+                        Accumulators* sums) {
+  const int64_t group = args.steps / args.groups, distance = args.stream_ahead;
+  int64_t last = 0;  // steps at the end, if the next panel is not the one after this in memory
+  if (args.swiglu) last = (distance / STEP_BYTES + group - 1) / group * group;
+  if (last >= args.steps) last = 0;
+  Prefetch ahead = {words_at(args, panel, 0) + distance, STEP_BYTES, NOT_NEAR};
+  tile(args, {panel, 0, args.steps - last, x, row_bytes}, ahead, sums);
+  if (last == 0) return;
+  ahead.next = words_at(args, panel_after(args, panel), 0);
+  tile(args, {panel, args.steps - last, last, x, row_bytes}, ahead, sums);
+}
+
 // sums = x * panel, for so few rows that a machine that reads ahead keeps up with them, in as few passes as the
 // registers allow. Without stream_ahead, tiles prefetch only what they are about to load, which is a little faster than
 // no prefetch.
@@ -69,6 +90,8 @@ template <class Format>
 void stream_panel(const LinearArgs& args, int64_t panel, int64_t rows, char* x, int64_t row_bytes, Accumulators* sums) {
   constexpr int MOST = Format::streamed_rows(MOST_GROUP_STEPS);
   static constexpr auto tiles = tiles_of<Format, true>(std::make_integer_sequence<int, MOST>());
+  if (args.stream_ahead > 0 && vectors_at_once<Format>(int(rows), true) == VECTORS)
+    return stream_once(args, tiles[rows - 1], panel, x, row_bytes, sums);
   for_slices(args, [&](int64_t step, int64_t steps) {
     Prefetch ahead = {words_at(args, panel, step) + args.stream_ahead, STEP_BYTES, 0};
     tiles[rows - 1](args, {panel, step, steps, x, row_bytes}, ahead, sums);
@@ -92,6 +115,7 @@ void panel_sums(const LinearArgs& args, int64_t panel, int64_t rows, char* x, in
   static constexpr auto tiles = tiles_of<Format, false>(Counts());
   int64_t passes = 0;
   for_tiles<Format>(rows, [&](int64_t, int64_t count) { passes += VECTORS / vectors_at_once<Format>(count); });
+  if (passes == 1 && args.stream_ahead > 0) return stream_once(args, tiles[rows - 1], panel, x, row_bytes, sums);
   const int64_t distance = look_ahead(args, rows, passes), near = args.reads_ahead ? 0 : NEAR;
   for_slices(args, [&](int64_t step, int64_t steps) {
     Prefetch ahead = {words_at(args, panel, step) + distance, (STEP_BYTES + passes - 1) / passes, near};

@@ -32,25 +32,24 @@ template <class Format> constexpr int vectors_at_once(int rows, bool in_one_pass
 // or 8 KB where L1 may be no more than 32 KB.
 constexpr int64_t SLICE_STEPS = LANES == 16 ? 128 : 64;
 
-// Memory that a tile prefetches while it works. Each step prefetches `bytes` bytes from `next` on into L2, and what is
-// `near` bytes after the step into L1. The hardware prefetches by itself, but not far enough while multiplications fill
-// its window. (The prefetches do not bypass the caches: with prefetchnta, which fills only L1 on some machines, one row
-// of bf16 took three times as long.)
+// Memory that a tile prefetches while it works. Each step prefetches `bytes` bytes from `next` on into L2. It prefetches
+// what is `near` bytes after it into L1, unless that is NOT_NEAR. The hardware prefetches by itself, but not far enough
+// while multiplications fill its window. (The prefetches do not bypass the caches: with prefetchnta, which fills only L1
+// on some machines, one row of bf16 took three times as long.)
 struct Prefetch {
   const char* next;
   int64_t bytes, near;
 };
 
 // Prefetch distances in bytes.
-constexpr int64_t NEAR = 1024, A_LITTLE_AHEAD = 2048, A_PAGE_AHEAD = 4096, TWO_PAGES_AHEAD = 8192,
+constexpr int64_t NOT_NEAR = -1, NEAR = 1024, A_LITTLE_AHEAD = 2048, A_PAGE_AHEAD = 4096, TWO_PAGES_AHEAD = 8192,
                   A_SLICE_AHEAD = SLICE_STEPS * STEP_BYTES;
 
-template <int N> INLINE void fetch(Prefetch& ahead, const char* words) {
-  __builtin_prefetch(ahead.next, 0, 2);
-  __builtin_prefetch(words + ahead.near, 0, 3);
-  if constexpr (N == VECTORS) {
-    __builtin_prefetch(ahead.next + 64, 0, 2);
-    __builtin_prefetch(words + ahead.near + 64, 0, 3);
+template <int N, bool near> INLINE void fetch(Prefetch& ahead, const char* words) {
+  constexpr int LINES = N == VECTORS ? 2 : 1;
+  for (int i = 0; i < LINES; ++i) {
+    __builtin_prefetch(ahead.next + i * 64, 0, 2);
+    if constexpr (near) __builtin_prefetch(words + ahead.near + i * 64, 0, 3);
   }
   ahead.next += ahead.bytes;
 }
@@ -74,12 +73,12 @@ constexpr bool KEEP_ORDER = !std::is_same_v<typename Format::Sum, Vec> || (Forma
 
 // sums += rows of x * some vectors of a panel, over some steps. All loops over rows are unrolled: if one is not, GCC
 // keeps the sums in memory.
-template <class Format, int ROWS, int N>
+template <class Format, int ROWS, int N, bool near>
 INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int64_t row_bytes, Prefetch& ahead,
                            typename Format::Sum (&sums)[ROWS][N]) {
   Prefetch here = ahead;  // a copy in registers
   for (int64_t s = 0; s < steps; ++s, words += STEP_BYTES, x += Format::ROW_BYTES) {
-    fetch<N>(here, words);
+    fetch<N, near>(here, words);
     const auto multiply_part = [&](auto part) __attribute__((always_inline)) {
       decltype(Format::template weights<part>(words)) weights[N];
 #pragma GCC unroll 8
@@ -100,6 +99,13 @@ INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int6
     (std::make_integer_sequence<int, Format::PARTS>());
   }
   ahead = here;
+}
+
+template <class Format, int ROWS, int N>
+INLINE void multiply_steps(const char* words, int64_t steps, const char* x, int64_t row_bytes, Prefetch& ahead,
+                           typename Format::Sum (&sums)[ROWS][N]) {
+  if (ahead.near == NOT_NEAR) multiply_steps<Format, ROWS, N, false>(words, steps, x, row_bytes, ahead, sums);
+  else multiply_steps<Format, ROWS, N, true>(words, steps, x, row_bytes, ahead, sums);
 }
 
 INLINE const char* words_at(const LinearArgs& args, int64_t panel, int64_t step) {
