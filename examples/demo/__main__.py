@@ -7,6 +7,7 @@ A pretrained assistant, which is downloaded once (see examples/smollm2), answers
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import sys
 import time
@@ -23,6 +24,7 @@ from examples.smollm2.__main__ import model_folder
 from trtspec import LLM, SamplingParams, SpeculationStats
 from trtspec.cli.generate import stream_coloured
 from trtspec.errors import TrtSpecError
+from trtspec.ops.dispatch import load_plugins
 
 
 def ngram(num_drafts: int | str) -> dict[str, Any]:
@@ -55,9 +57,10 @@ ASSISTANT_MODES: dict[str, tuple[str, str] | tuple[str, str, dict[str, Any]]] = 
     "ngram": ("n-gram", "assistant", ngram(ASSISTANT_K)),
     "suffix": ("suffix", "assistant", suffix(ASSISTANT_K)),
     "eagle3": ("EAGLE3", "assistant-eagle3"),
-    "eagle3-tree": ("EAGLE3 tree", "assistant-tree"),
     "eagle3+lookup": ("EAGLE3+lookup", "assistant-eagle3", {"sa_config": {}}),
 }
+TREE = ("EAGLE3 tree", "assistant-tree")
+"""EAGLE3's mode where the CPU multiplies bf16 by itself. A tree's rows cost too much elsewhere."""
 QUESTIONS = (
     "Write a Python function that counts how often each word occurs in a file, and explain how it works.",
     "What are the phases of the moon, and why do they occur?",
@@ -152,7 +155,9 @@ def _assistant(console: Console) -> Show:
     except (TrtSpecError, OSError) as error:
         console.print(f"the assistant is not here: {error}. The shipped models are shown instead.", style="yellow")
         return TINY
-    return ASSISTANT
+    if load_plugins().get("cpu") not in ("avx512_bf16", "amx"):
+        return ASSISTANT
+    return dataclasses.replace(ASSISTANT, modes={**ASSISTANT.modes, "eagle3": TREE})
 
 
 @dataclass
