@@ -12,6 +12,7 @@ import torch
 import transformers
 from rich.console import Console
 
+from examples.demo import __main__ as demo
 from examples.demo import engines
 from trtspec import LLM, SamplingParams
 from trtspec.train.data import standard_library
@@ -149,6 +150,24 @@ def test_the_demo_runs_and_finds_every_mode_lossless(
     said = capsys.readouterr().out
     assert ended.value.code == 0, said
     assert said.count("yes") == 1 + len(modes)  # plain decoding and each mode equal plain decoding
+
+
+@pytest.mark.parametrize(
+    ("kernels", "engine"),
+    [
+        ({"cpu": "avx512_bf16"}, "assistant-tree"),
+        ({"cpu": "amx"}, "assistant-tree"),
+        ({"cpu": "avx512_vnni"}, "assistant-eagle3"),
+        ({"cpu": "avx2"}, "assistant-eagle3"),
+        ({}, "assistant-eagle3"),
+    ],
+)
+def test_the_assistant_has_a_tree_where_the_cpu_multiplies_bf16(
+    kernels: dict[str, str], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "model_folder", lambda: None)
+    monkeypatch.setattr(demo, "load_plugins", lambda: kernels)
+    assert demo._assistant(Console(quiet=True)).modes["eagle3"][1] == engine
 
 
 @pytest.mark.long
