@@ -62,25 +62,12 @@ template <class Body> INLINE void for_slices(const LinearArgs& args, Body body) 
     body(step, args.steps - step < SLICE_STEPS ? args.steps - step : SLICE_STEPS);
 }
 
-// The panel that is multiplied after `panel`.
-INLINE int64_t panel_after(const LinearArgs& args, int64_t panel) {
-  const int64_t up_panels = args.out_features / 2 / PANEL;
-  return !args.swiglu ? panel + 1 : panel < up_panels ? panel + up_panels : panel - up_panels + 1;
-}
-
-// sums = x * panel by one tile, which passes over the panel once. It prefetches stream_ahead bytes ahead: past the end
-// of the panel, the one that comes next.
+// sums = x * panel by one tile, which passes over the panel once. It prefetches stream_ahead bytes ahead: near the end of
+// the panel, what comes after it in memory.
 INLINE void stream_once(const LinearArgs& args, const auto& tile, int64_t panel, char* x, int64_t row_bytes,
                         Accumulators* sums) {
-  const int64_t group = args.steps / args.groups, distance = args.stream_ahead;
-  int64_t last = 0;  // steps at the end, if the next panel is not the one after this in memory
-  if (args.swiglu) last = (distance / STEP_BYTES + group - 1) / group * group;
-  if (last >= args.steps) last = 0;
-  Prefetch ahead = {words_at(args, panel, 0) + distance, STEP_BYTES, NOT_NEAR};
-  tile(args, {panel, 0, args.steps - last, x, row_bytes}, ahead, sums);
-  if (last == 0) return;
-  ahead.next = words_at(args, panel_after(args, panel), 0);
-  tile(args, {panel, args.steps - last, last, x, row_bytes}, ahead, sums);
+  Prefetch ahead = {words_at(args, panel, 0) + args.stream_ahead, STEP_BYTES, NOT_NEAR};
+  tile(args, {panel, 0, args.steps, x, row_bytes}, ahead, sums);
 }
 
 // sums = x * panel, for so few rows that a machine that reads ahead keeps up with them, in as few passes as the
